@@ -34,36 +34,17 @@ Differs from grpo.py in:
 2. Advantages are mean-centred, without the standard deviation. The loss is a token-mean for each
    stream (main responses, branches).
 
-Differs from the paper in:
-1. Four optimiser steps per rollout. The released code (named below) takes one, so its clip never
-   acts. No dual clip at 3.
-2. Only branches with zero advantage are dropped, as main rows stay in GRPO's average. The released
-   code drops all such rows. It also drops a step's branches if fewer than 128 are left; batches
-   here are too small for that.
-3. The regression is a 2-parameter Newton method instead of scikit-learn, with the same penalty:
-   u²/2, none on v. The released code keeps it once fitted. Here it is fitted anew at each step, and
-   P = 1 again if the latest 10,000 outcomes were all the same.
-4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
-   only the token "." ends one.
-
-Confidence: we read formulas and sizes in the released code, github befocuss/Deep-GRPO 4d45405 (31
-January 2026), and of the paper the start of versions 1 and 2 (12 June 2026). Version 2 links
-AgentCombo/DEEP-GRPO (b49943b, 4 July 2026), where pivots are only an option. They are chosen in the
-same way: checks/deep_grpo.py has the numbers of both. By default, a teacher corrects failed
-responses, and the verified right prefixes become prompts. The README says why: branches cost much
-generation, and as the first error is not known, most of them start where all is lost, or where
-nothing was wrong yet.
-
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0 # control: branches have only the KL term, β 1e-4
-    # the paper's batch and lengths, on all of MATH's training set; one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task gsm8k --prompts_per_step 32 \\
+        --boundary . --minibatches 1 --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 \\
+        --save_every 10 --vllm_sleep --vllm_memory 0.55
+    # the paper's batch and lengths, on all of MATH's training set; eight H100s
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
         --micro_tokens 8192
-    # several nodes
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        deep_grpo.py ...
 """
 
 from dataclasses import dataclass
@@ -77,12 +58,13 @@ from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, 
 from common.cli import BadInput, Exponent, Several  # <own>
 from common.clock import timed  # <own>
 from common.data import Task, load_task  # <own>
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.rollout import Engine, make_engine  # <own>
 from common.run import Run
@@ -136,8 +118,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     return centred  # <own>
@@ -257,25 +239,29 @@ class Branches:
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         parts = rollout.split(self.args.minibatches)
         for i, part in enumerate(parts):
-            own = grown.rows(grown.origin // len(part) == i)
-            tokens = global_sum({"main": part.mask.sum(), "branch": own.mask.sum()}, self.world)
-            own.branch = torch.full_like(own.advantages, tokens["main"] / max(1, tokens["branch"]))
-            parts[i] = Rollout.join(part, own)
+            branches = grown.rows(grown.origin // len(part) == i)
+            counts = {"main": part.mask.sum(), "branch": branches.mask.sum()}
+            tokens = global_sum(counts, self.world)
+            factor = tokens["main"] / max(1, tokens["branch"])
+            branches.branch = torch.full_like(branches.advantages, factor)
+            parts[i] = Rollout.join(part, branches)
         return parts
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "branches_used": "branches in the batch",
-    "groups_rescued": "failed groups saved by a branch (share)",
-    "extra_tokens": "tokens of branches per main token",
-}
+def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
+    (docs/questions.md, question 13)."""
+    log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
+    kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+    if args.kl_ratio:
+        kl = (logp - batch.old_logp).exp() * kl  # [n, T]: r has a gradient, too
+    return kl
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -293,22 +279,33 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     objective = objective * torch.where(main, 1.0, args.branch_weight)[:, None]  # [n, T]: λ
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+        objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
     # The caller divides by T_main. The factor T_main / T_branch makes the mean of the branches one
     # over their own tokens.
     per_response = (objective * mask).sum(dim=1) * torch.where(main, 1.0, branch)  # [n]
-    return -per_response.sum(), mask[main].sum(), stats
+    return -per_response.sum(), mask[main].sum()  # sum, count
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
+    if args.beta > 0:
+        stats["ref_kl"] = (k3(args, logp, batch) * batch.mask).sum(), batch.mask.sum()
+    return stats
+    # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "branches_used": "branches in the batch",
+    "groups_rescued": "failed groups saved by a branch (share)",
+    "extra_tokens": "tokens of branches per main token",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -323,9 +320,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     # What else a checkpoint holds: each has a state_dict.
     parts = {"engine": engine, "branches": branches}  # <own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -377,14 +372,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -401,7 +398,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -409,3 +406,25 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Four optimiser steps per rollout. The released code (named below) takes one, so its clip never
+#    acts. No dual clip at 3.
+# 2. Only branches with zero advantage are dropped, as main rows stay in GRPO's average. The
+#    released code drops all such rows. It also drops a step's branches if fewer than 128 are left;
+#    batches here are too small for that.
+# 3. The regression is a 2-parameter Newton method instead of scikit-learn, with the same penalty:
+#    u²/2, none on v. The released code keeps it once fitted. Here it is fitted anew at each step,
+#    and P = 1 again if the latest 10,000 outcomes were all the same.
+# 4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
+#    only the token "." ends one.
+# 5. Each stream is a mean over its tokens, as in the released code. By a summary, the paper's
+#    objective averages over responses. The paper trains on MATH's levels 3 to 5.
+#
+# Formulas and sizes are those of the authors' first code (github befocuss/Deep-GRPO 4d45405, 31
+# January 2026). checks/deep_grpo.py has its numbers, and those of AgentCombo/DEEP-GRPO (b49943b, 4
+# July 2026), which version 2 links and where pivots are only an option: by default a teacher
+# corrects failed responses, and the verified right prefixes become prompts. Its README says why:
+# branches cost much generation, and as the first error is not known, most of them start where all
+# is lost, or where nothing was wrong yet. Not read of the paper (version 2, 12 June 2026): all but
+# the abstract. A summary of version 1 has the same Q, γ = 2, K = 8 and λ = 1, but no ε, β or batch.

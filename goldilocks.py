@@ -32,28 +32,17 @@ Differs from grpo.py in:
 1. The choice of prompts before the rollout; the teacher's update after the rewards. The teacher is
    a second model with its own optimiser, sharded and saved like the policy. The loss is grpo.py's.
 
-Differs from the paper in:
-1. K, η, the window and the teacher's optimiser, batch and learning rates are ours (no public code
-   gives them). So are one tournament per slot and no repeated prompt in a batch.
-2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
-3. The paper streams through OpenMathReasoning (3M problems). The command below draws 64 x 16
-   candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
-4. f averages the last hidden states. The paper says only MeanPool(Embed(q)).
-
-Confidence: f, its target, the choice and the law are as two summaries of version 1 report. Of the
-paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the start. The std (sample,
-+ 1e-6) is GRPO's usual one; we do not know the paper's.
-
 Run it:
     torchrun goldilocks.py                                  # laptop, 2 to 4 minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
-    # one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun goldilocks.py --model Qwen/Qwen2.5-0.5B --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --teacher_lr 1e-5 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # eight H100s
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
         --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
         --micro_tokens 8192
-    # several nodes
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        goldilocks.py ...
 """
 
 import copy  # <own>
@@ -69,12 +58,13 @@ from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, 
 from common.cli import BadInput, Share  # <own>
 from common.clock import timed  # <own>
 from common.data import Problem, Task, load_task  # <own>
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -132,8 +122,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -243,7 +233,7 @@ class Curriculum:
             share = rows[self.world.rank :: self.world.size]
             targets = torch.tensor([observed for _, observed in share], device=self.world.device)
             self.predict([ids for ids, _ in share], targets)
-            divide_gradients(self.teacher, len(share), self.world)
+            divide_gradients(self.teacher, len(rows), self.world)
             if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
                 self.optimizer.step()
             self.optimizer.zero_grad()
@@ -271,14 +261,20 @@ class Curriculum:
         return values
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}
+def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
+    (docs/questions.md, question 13)."""
+    log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
+    kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+    if args.kl_ratio:
+        kl = (logp - batch.old_logp).exp() * kl  # [n, T]: r has a gradient, too
+    return kl
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -293,22 +289,27 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+        objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
     # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
+    if args.beta > 0:
+        stats["ref_kl"] = (k3(args, logp, batch) * batch.mask).sum(), batch.mask.sum()
+    return stats
+    # </own>
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
 def main(args: Args, world: World) -> None:
@@ -325,9 +326,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     # What else a checkpoint holds: each has a state_dict.
     parts = {"engine": engine, "curriculum": curriculum}  # <own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
+    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -375,14 +374,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -399,7 +400,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -407,3 +408,16 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. K, η, the window and the teacher's optimiser, batch and learning rates are ours (no public code
+#    gives them). So are one tournament per slot and no repeated prompt in a batch.
+# 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
+# 3. The paper streams through OpenMathReasoning (3M problems). The command above draws 64 x 16
+#    candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
+# 4. f averages the last hidden states and has a bias; summaries say only w · MeanPool(Embed(q)).
+#
+# Not read of the paper (version 2, 8 May 2026): all but the abstract and the start of the
+# introduction. f, its target, the choice, the sliding window, the 2 of 8 GPUs and the gradient law
+# are from two summaries of version 1 (16 February 2026). Neither has f's bias v, K, η, the window's
+# size, learning rates or the std. The std here (sample, + 1e-6) is GRPO's usual one.

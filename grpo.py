@@ -15,43 +15,26 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 R_i is the reward of y_i and |y_i| its number of tokens. π_θ is the policy being trained, π_old the
-policy that generated the responses, and π_ref the model before training. π(y_t) is the probability
-of the token y_t after the prompt and the tokens before it.
+policy that generated the responses, and π_ref the model before training.
 
 PPO compares a reward with the prediction of a second model, the value network. GRPO compares it
 with the mean reward of the group. The clip removes the gradient of a token that has become likely
 enough (Â > 0 and r > 1 + `--clip_high`) or unlikely enough (Â < 0 and r < 1 - `--clip_low`). The KL
-term keeps the policy near π_ref, so that it does not forget what it could do before. The *value* of
-k3 estimates KL(π_θ ‖ π_ref), its *gradient* belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both
-belong to KL(π_θ ‖ π_ref). Skip this at first (docs/questions.md, question 13).
+term keeps the policy near π_ref, so that it does not forget what it could do before.
 
-This is the base file. Every other file repeats it, except for the lines marked `# <own>`.
-
-Differs from the paper in:
-1. The paper does not state ε. 0.2 is PPO's value, and customary.
-2. std is the sample standard deviation (divided by G-1) plus 1e-6, as in verl. TRL also divides by
-   G-1. The paper does not say what it divides by. Dividing by G would make every advantage
-   sqrt(G/(G-1)) times larger (7% at G = 8). AdamW cancels such a constant factor, except through
-   `--grad_clip`, its epsilon, and the balance with the KL term.
-3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model must
-   move far from π_ref to learn its task.
-4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes one.
-   With one step, r is always 1 and the clip never acts.
-5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With Â = -1
-   and r = 50 its weight is -50, as much as that of 50 tokens at r = 1. Some frameworks bound r at 3
-   for these tokens (a dual clip).
-6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
-   step is skipped.
+This is the base file. Every other file repeats it, except for the lines marked `# <own>`. What
+differs from the paper stands at the end of each file.
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node of H100s (80 GB), 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
+    # one H100 (80 GB), about a minute a step
+    torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # eight H100s, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
-    # several nodes
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        grpo.py ...
 """
 
 from dataclasses import dataclass
@@ -62,11 +45,12 @@ from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -110,8 +94,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -119,13 +103,21 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
+# <own>
+def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
+    (docs/questions.md, question 13)."""
+    log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
+    kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+    if args.kl_ratio:
+        kl = (logp - batch.old_logp).exp() * kl  # [n, T]: r has a gradient, too
+    return kl
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+# </own>
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -140,22 +132,27 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+        objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
     # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
+    if args.beta > 0:
+        stats["ref_kl"] = (k3(args, logp, batch) * batch.mask).sum(), batch.mask.sum()
+    return stats
+    # </own>
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
 
 
 def main(args: Args, world: World) -> None:
@@ -168,9 +165,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -219,14 +214,16 @@ def main(args: Args, world: World) -> None:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
                 # </own>
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             # <own>
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
@@ -245,7 +242,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -253,3 +250,19 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper does not state ε. 0.2 is PPO's value, and customary.
+# 2. std is the sample standard deviation (divided by G-1) plus 1e-6, as in verl. TRL also divides
+#    by G-1. The paper does not say what it divides by. Dividing by G would make every advantage
+#    sqrt(G/(G-1)) times larger (7% at G = 8). AdamW cancels such a constant factor, except through
+#    `--grad_clip`, its epsilon, and the balance with the KL term.
+# 3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model must
+#    move far from π_ref to learn its task.
+# 4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes
+#    one. With one step, r is always 1 and the clip never acts.
+# 5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With
+#    Â = -1 and r = 50 its weight is -50, as much as that of 50 tokens at r = 1. Some frameworks
+#    bound r at 3 for these tokens (a dual clip).
+# 6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
+#    step is skipped.

@@ -16,7 +16,7 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
 The paper argues so: the reward is for a whole response, so the ratio that corrects for old samples
 should belong to the whole response, too. GRPO's token ratios, each a single sample of an importance
-weight, add noise, more in longer responses and in mixtures of experts (the objection is question 45
+weight, add noise, more in longer responses and in mixtures of experts (the objection is question 38
 of docs/questions-more.md). The mean of the log ratios over a response makes s_i so steady that its
 clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens than GRPO.
 In the paper it still learns faster; here it needs more tokens (docs/claims.md).
@@ -28,22 +28,16 @@ Differs from grpo.py in:
    three times as much. So train short responses with `--dtype float32`.
 3. No KL term, no reference model.
 
-Differs from the paper in:
-1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
-   as we know no numbers of the paper's.
-
 Run it:
     torchrun gspo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun gspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # eight H100s
     torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
-    # several nodes of H100s (80 GB); sizes are ours
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        gspo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime24 \\
-        --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 8192 --tensor_parallel 8
 """
 
 from dataclasses import dataclass
@@ -54,7 +48,7 @@ from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
@@ -99,8 +93,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -108,18 +102,18 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
-ACTED = {
-    "clip_share": "responses clipped (share)",
-    "token_clip_share": "tokens that GRPO would clip (share)",
-}
+def sequence_ratio(logp: Tensor, batch: Rollout) -> Tensor:
+    """s `[n]`: the likelihood ratio of the response, taken to the power 1/|y|, so that one ε fits
+    short and long responses. exp of the SUM would be the plain ratio, which is astronomically large
+    or small after 100 tokens."""
+    log_ratio = (logp - batch.old_logp) * batch.mask  # [n, T]: padding must not enter the mean
+    return (log_ratio.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)).exp()  # [n]
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -127,33 +121,49 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     a larger weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     A_i = batch.advantages  # [n]
-    # s is the likelihood ratio of the response, taken to the power 1/|y|, so that one ε fits short
-    # and long responses. exp of the SUM would be the plain ratio, which is astronomically large or
-    # small after 100 tokens.
-    log_ratio = (logp - batch.old_logp) * mask  # [n, T]: padding must not enter the mean
-    s = (log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()  # [n]
+    s = sequence_ratio(logp, batch)  # [n]
     clipped = s.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n]
     # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token. It has the same value
     # and, with one advantage per response, the same gradient. It is for advantages that differ
     # between a response's tokens.
     objective = torch.minimum(s * A_i, clipped * A_i)  # [n]
-    out_above, out_below = s > 1 + args.clip_high, s < 1 - args.clip_low  # [n]
-    cut = ((A_i > 0) & out_above) | ((A_i < 0) & out_below)  # [n]: M = 0
-    far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip  # [n, T]: GRPO's clip would cut it
+    return -objective.sum(), mask.new_tensor(len(mask))  # sum, count
+    # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    mask = batch.mask  # [n, T]
+    A_i = batch.advantages  # [n]
+    A = A_i[:, None]  # [n, 1]
+    s = sequence_ratio(logp, batch)  # [n]
+    above = (A_i > 0) & (s > 1 + args.clip_high)  # [n]
+    below = (A_i < 0) & (s < 1 - args.clip_low)  # [n]
+    cut = above | below  # [n]: M = 0
+    token_ratio = (logp - batch.old_logp).exp()  # [n, T]: GRPO's
+    far = A * (token_ratio - 1) > A.abs() * args.token_clip  # [n, T]: its clip would cut these
     live = A_i != 0  # [n]: responses with a gradient
     tokens = (live[:, None] * mask).sum()  # []
-    stats = {
+    return {
         "clip_share": (cut.sum(), live.sum()),
-        "clip_above": ((cut & out_above).sum(), live.sum()),
-        "clip_below": ((cut & out_below).sum(), live.sum()),
+        "clip_above": (above.sum(), live.sum()),
+        "clip_below": (below.sum(), live.sum()),
         "clip_share_of_tokens": ((cut[:, None] * mask).sum(), tokens),
         "token_clip_share": ((far * mask).sum(), tokens),
     }
-    return -objective.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "clip_share": "responses clipped (share)",
+    "token_clip_share": "tokens that GRPO would clip (share)",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -165,9 +175,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -209,14 +217,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -233,7 +243,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -241,3 +251,8 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
+# 2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
+#    as we know no numbers of the paper's.

@@ -14,12 +14,11 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's 
 
     F r Â          (F is detached: it lowers the gradient and has none of its own)
 
-Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL). MASPO changes three
-things in GRPO's clip. First, a soft gate lowers the gradient of a token that GRPO clips, but does
-not remove it. Second, the width depends on probability mass. At probability 0.01 a ratio of 1.5
-moves half a percent of the mass; at 0.9 it is impossible. One ε for both restrains rare tokens too
-much, so σ grows as π_old falls. Third, a clear success (large Â) may move further, a clear failure
-less, as pushing down is held to be riskier.
+MASPO changes three things in GRPO's clip. First, a soft gate lowers the gradient of a token that
+GRPO clips, but does not remove it. Second, the width depends on probability mass. At probability
+0.01 a ratio of 1.5 moves half a percent of the mass; at 0.9 it is impossible. One ε for both
+restrains rare tokens too much, so σ grows as π_old falls. Third, a clear success (large Â) may move
+further, a clear failure less, as pushing down is held to be riskier.
 
 Differs from grpo.py in:
 1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a
@@ -27,27 +26,16 @@ Differs from grpo.py in:
 2. Token-mean over the mini-batch instead of the mean of response means.
 3. No KL term, no reference model.
 
-Differs from the paper in:
-1. Four mini-batches per rollout; the paper takes 16.
-2. We could not check the normaliser of the displayed objective; token-mean is the default of the
-   authors' code.
-3. No clamp of log r to ±20 (their code); it only acts on a ratio that has exploded.
-4. The gate is detached, as in their code; their README calls it differentiable. With its derivative
-   the weight would be Â r F (1 - r (r - 1) / σ²), which is negative beyond r = 1.618 (σ = 1).
-
-Confidence: we read all formulas in the authors' code (22b4681, 20 April 2026), whose numbers
-checks/maspo.py has. The std (sample, + 1e-6) is that of their code. Of the paper (version 3, 18
-April 2026) we read the abstract; its batch and mini-batches are from a summary.
-
 Run it:
     torchrun maspo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's model, data and batch (group and length are ours), on one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun maspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # the paper's model, data and batch (group and length are ours), on eight H100s
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
         --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192
-    # several nodes
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        maspo.py ...
 """
 
 from dataclasses import dataclass
@@ -58,7 +46,7 @@ from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
@@ -111,8 +99,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -120,19 +108,26 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
-ACTED = {
-    "gate_closed": "how far the gate is closed (0 to 1)",
-    "grpo_cut_share": "tokens that GRPO would cut (share)",
-    "kept_where_grpo_cuts": "share of their weight that the gate keeps",
-}
+def gate_widths(args: Args, batch: Rollout) -> Tensor:
+    """σ `[n, T]`: the rarer the token and the larger its advantage, the wider."""
+    A = batch.advantages[:, None]  # [n, 1]
+    width = args.sigma_base / batch.old_logp.exp() ** args.alpha  # [n, T]: by probability mass
+    width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
+    risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]
+    return width * risk.clamp(0.1, 10)  # [n, T]
+
+
+def gates(args: Args, ratio: Tensor, batch: Rollout) -> Tensor:
+    """F `[n, T]` of the ratios r `[n, T]`, between 0 and 1."""
+    outward = batch.advantages[:, None] * (ratio - 1) > 0  # [n, T]: away from π_old
+    narrowed = (-((ratio - 1) ** 2) / (2 * gate_widths(args, batch) ** 2)).exp()  # [n, T]
+    return torch.where(outward, narrowed, 1.0)  # [n, T]: the way back is never gated
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -143,21 +138,28 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    with torch.no_grad():
-        old_p = batch.old_logp.exp()  # [n, T]: the token's probability mass
-        width = args.sigma_base / old_p**args.alpha  # [n, T]
-        width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
-        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]
-        sigma = width * risk.clamp(0.1, 10)  # [n, T]
-        outward = A * (ratio - 1) > 0  # [n, T]: away from π_old; the way back is never gated
-        gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
-        up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
-        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: GRPO would cut these
-        pull = ratio * A.abs() * cut  # [n, T]: without the gate
-        kept = gate * ratio * A.abs() * cut  # [n, T]: with it
-        rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
-    objective = gate * ratio * A  # [n, T]
-    stats = {
+    # Detached, as in the authors' code, though their README calls the gate differentiable. With its
+    # derivative the weight would be Â r F (1 - r (r - 1) / σ²): negative beyond r = 1.618 (σ = 1).
+    F = gates(args, ratio.detach(), batch)  # [n, T]
+    objective = F * ratio * A  # [n, T]
+    return -(objective * mask).sum(), mask.sum()  # token mean: all count the same
+    # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    mask = batch.mask  # [n, T]
+    A = batch.advantages[:, None]  # [n, 1]
+    old_p = batch.old_logp.exp()  # [n, T]: the token's probability mass
+    ratio = (logp - batch.old_logp).exp()  # [n, T]
+    gate, sigma = gates(args, ratio, batch), gate_widths(args, batch)  # [n, T], [n, T]
+    up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
+    cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: GRPO would cut these
+    pull = ratio * A.abs() * cut  # [n, T]: without the gate
+    kept = gate * ratio * A.abs() * cut  # [n, T]: with it
+    rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
+    return {
         "gate_closed": (((1 - gate) * mask).sum(), mask.sum()),
         "gate_pos": ((gate * up).sum(), up.sum()),
         "gate_neg": ((gate * down).sum(), down.sum()),
@@ -166,8 +168,17 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         "width_rare": ((sigma * rare).sum(), rare.sum()),
         "width_common": ((sigma * common).sum(), common.sum()),
     }
-    return -(objective * mask).sum(), mask.sum(), stats  # token mean: all count the same
     # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "gate_closed": "how far the gate is closed (0 to 1)",
+    "grpo_cut_share": "tokens that GRPO would cut (share)",
+    "kept_where_grpo_cuts": "share of their weight that the gate keeps",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -179,9 +190,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -223,14 +232,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -247,7 +258,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -255,3 +266,14 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Four mini-batches per rollout; the paper takes 16.
+# 2. The normaliser of the displayed objective could not be checked; token-mean is the default of
+#    the authors' code. The bounds of σ are their code's, too; the formula of their README has none.
+# 3. No clamp of log r to ±20 (their code); it only acts on a ratio that has exploded.
+#
+# Formulas, constants and the std (sample, + 1e-6) are those of the authors' code (github
+# FlyTune/MASPO-RL 22b4681, 20 April 2026), whose numbers checks/maspo.py has. Not read of the paper
+# (version 3, 18 April 2026; ACL 2026): all but the abstract. Its batch of 512 in mini-batches of
+# 32, no KL term and the detached gate are from summaries.

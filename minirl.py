@@ -26,10 +26,7 @@ length breaks the approximation even at π_θ = μ.
 
 In a mixture of experts, either discrepancy may send a token to other experts, that is, through
 other weights. Routing replay fixes the selection, and the router keeps its gradient. R2 replays the
-trainer's choice under π_old, R3 the sampler's choice. R3 narrows both gaps, but from the start it
-trains with a routing that the model would not choose. In the paper, R3 brings nothing with N = 1
-mini-batch per rollout. With more, training needs both the mask and replay: R2 at N = 2; R3 at N = 4
-(the default here) and 8, where R2 collapses.
+trainer's choice under π_old, R3 the sampler's choice.
 
 Differs from grpo.py in:
 1. Advantages without std, a sum over tokens without a length, -log π with a detached weight instead
@@ -39,25 +36,14 @@ Differs from grpo.py in:
 3. `--routing_replay`, with `--model tiny-moe`.
 4. ε 0.2 / 0.27, no KL term, no reference model.
 
-Differs from the paper in:
-1. The cap 5 is on the whole weight π_θ/μ. "The token-level IS weight" may also mean its first
-   factor.
-2. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
-3. A sum over tokens exceeds `--grad_clip 1` (not given in the paper) at nearly every step (norms of
-   0.9 to 16 here). So steps with large gradients weigh less than without it. Adam cancels a
-   constant scale, not this one.
-
-Confidence: objective, Â without std, ε and 5 are as an earlier reader of the paper's text noted; we
-could not check them again. When to replay is from a summary. Of the paper (version 3, 3 December
-2025) we read the start. We found no released code.
-
 Run it:
     torchrun minirl.py                                      # laptop, 2 to 4 minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
-    # one node of H100s (80 GB), then several; float8 needs them or newer
-    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
-        --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
+    # one H100 (80 GB); float8 needs it or a newer card
+    torchrun minirl.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # 32 H100s, with experts
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
@@ -74,10 +60,11 @@ from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput  # <own>
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -130,8 +117,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -150,17 +137,15 @@ def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Ten
     return differ, fed.sum()
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "masked_share": "tokens masked (share)",
-    "weight_max": "largest weight π_θ/μ, before its cap",
-}
+def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """π_θ/μ `[n, T]`, before its cap, without gradient."""
+    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
+    return (logp.detach() - behaviour).exp()  # [n, T]
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -170,9 +155,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
-    uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
+    weight = importance_weight(args, logp, batch).clamp(max=args.is_cap)  # [n, T]
     ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, for the mask only
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
@@ -180,17 +163,32 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    stats = {
-        "masked_share": ((cut * mask).sum(), mask.sum()),
-        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
-    }
     # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
     # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    mask = batch.mask  # [n, T]
+    uncapped = importance_weight(args, logp, batch)  # [n, T]
+    return {
+        **clip_shares(logp, batch, args.clip_low, args.clip_high, name="masked"),
+        "weight": ((uncapped.clamp(max=args.is_cap) * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+    # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "masked_share": "tokens masked (share)",
+    "weight_max": "largest weight π_θ/μ, before its cap",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -204,7 +202,6 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
     # <own>
     replay = f"--routing_replay {args.routing_replay}"
     if args.routing_replay != "none" and not policy.routing.active:
@@ -213,8 +210,7 @@ def main(args: Args, world: World) -> None:
         raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
     records = engine.reports_experts or args.routing_replay == "r2"  # the trainer's experts
     # </own>
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -245,12 +241,12 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             if args.routing_replay == "r3":  # in π_old's own evaluation, too
                 minibatch.replayed_experts = minibatch.sampler_experts
-            found = all_logprobs(policy, minibatch, args, world, experts=records)
-            minibatch.old_logp = found.logp  # [n, T]
+            old = all_logprobs(policy, minibatch, args, world, experts=records)
+            minibatch.old_logp = old.logp  # [n, T]
             if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
-                minibatch.replayed_experts = found.experts
+                minibatch.replayed_experts = old.experts
             if engine.reports_experts:
-                means.add(experts_differ=experts_differ(minibatch, found.experts))
+                means.add(experts_differ=experts_differ(minibatch, old.experts))
         # </own>
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         means.add(**run.check_sampler(minibatches))  # <own>
@@ -262,14 +258,16 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
@@ -284,7 +282,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -292,3 +290,19 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
+# 2. A sum over tokens exceeds `--grad_clip 1` at nearly every step (norms of 0.9 to 16 here). So
+#    steps with large gradients weigh less than without it. Adam cancels a constant scale, not this
+#    one.
+# 3. `--no_correct_mismatch` is the paper's ablation only with one mini-batch, where r is 1.
+# 4. The paper's responses have up to 32,768 tokens.
+#
+# R3 narrows both gaps, but from the start it trains with a routing that the model would not choose.
+# In the paper, R3 brings nothing with N = 1 mini-batch per rollout. With more, training needs both
+# the mask and replay: R2 is better at N = 2, R3 is needed at N = 4 (the default here) and 8, where
+# R2 collapses.
+#
+# Not read of the paper (version 3, 3 December 2025): the curves in its figures. Its text gives no
+# learning rate, optimiser or gradient clip, and names no released code.

@@ -28,23 +28,16 @@ Differs from grpo.py in:
    response move together, it acts approximately like a gate on GSPO's sequence ratio.
 2. No KL term, no reference model.
 
-Differs from the paper in:
-1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
-   as we know no numbers of the paper's.
-3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.
-
 Run it:
     torchrun sapo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun sapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # eight H100s
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
-    # several nodes of H100s (80 GB); sizes are ours
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        sapo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 8192 --tensor_parallel 8
 """
 
 from dataclasses import dataclass
@@ -55,7 +48,7 @@ from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
@@ -98,8 +91,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -107,19 +100,16 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
-ACTED = {
-    "gate_closed": "how far the gate is closed (0 to 1)",
-    "gate_pos": "gate where Â > 0 (1: open)",
-    "gate_neg": "gate where Â < 0 (1: open)",
-}
+def temperatures(args: Args, batch: Rollout) -> Tensor:
+    """τ `[n, 1]` by the sign of Â."""
+    A = batch.advantages[:, None]  # [n, 1]
+    return torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
+
+
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -130,21 +120,39 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    tau = torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
+    tau = temperatures(args, batch)  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
-    with torch.no_grad():  # the gate, for the metrics
-        gate = 1 / torch.cosh(tau * (ratio - 1) / 2) ** 2  # [n, T]: f'(r)
-        up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
-    stats = {
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    mask = batch.mask  # [n, T]
+    A = batch.advantages[:, None]  # [n, 1]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r
+    gate = 1 / torch.cosh(temperatures(args, batch) * (ratio - 1) / 2) ** 2  # [n, T]: f'(r)
+    up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
+    return {
         "gate_closed": (((1 - gate) * mask).sum(), mask.sum()),
         "gate_pos": ((gate * up).sum(), up.sum()),
         "gate_neg": ((gate * down).sum(), down.sum()),
     }
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "gate_closed": "how far the gate is closed (0 to 1)",
+    "gate_pos": "gate where Â > 0 (1: open)",
+    "gate_neg": "gate where Â < 0 (1: open)",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -156,9 +164,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -200,14 +206,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -224,7 +232,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -232,3 +240,9 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
+# 2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
+#    as we know no numbers of the paper's.
+# 3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.

@@ -24,10 +24,7 @@ the weight above:
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
 
 V is the size of the vocabulary. These are bounds, not a proportionality. They are largest for a low
-probability together with a low entropy. The authors find that about one token in ten thousand is
-enough to destroy a run, and that silencing it loses no signal. Versions 4 and 5 report an average
-gain over GRPO, 80/20 and JustRL of 11.49% at temperature 1 and of 3.73% at 0.7 (before: 7.13% and
-3.69%). Version 4 calls the accuracy largely insensitive to τ_p.
+probability together with a low entropy.
 
 The mask cannot tell a slip from a discovery. In lab junk one rare token decides the reward: with
 STAPO it stays at probability 0.001 in all 20 seeds, and with GRPO it is learned in all of them. In
@@ -40,30 +37,16 @@ Differs from grpo.py in:
 3. One more forward pass per mini-batch: τ_h is a quantile over the whole of it, which must be known
    before the first gradient.
 
-Differs from the paper in:
-1. The rule for τ_h is that of versions 1 to 3. `--entropy_rule candidates` is that of version 4
-   (of version 5 we know the abstract): the 75% quantile over the low-probability tokens of right
-   responses. It needs large mini-batches, because a single such token is never below its own
-   quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none held two that
-   differ. With --tau_p 0.05, each rule silenced two tokens of 155,000 (50 steps, seed 1).
-2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text fits one reading:
-   the top 20% by entropy are always kept, τ_h = quantile(H, 0.80). (It says that the bottom 80% of
-   low-entropy tokens is masked, and that going from 20% to 80% shrinks the candidates.) quantile(H,
-   0.20) is often quoted, but wrong. It is also our reading that the quantile is over all response
-   tokens: they only say "mini-batch".
-3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens are in no
-   gradient. std R divides by G - 1. The paper does not say so, but the advantages of its examples
-   show it (2.47 for the only right response of eight).
-
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's batch and lengths, on one node of H100s (80 GB)
+    # one H100 (80 GB)
+    torchrun stapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+        --vllm_sleep --vllm_memory 0.55
+    # the paper's batch and lengths, on eight H100s
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
         --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7
-    # several nodes
-    torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        stapo.py ...
 """
 
 from dataclasses import dataclass
@@ -76,12 +59,13 @@ from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import Share  # <own>
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -133,8 +117,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -168,18 +152,9 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     batch.spurious = candidates & sure  # [m, T]
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "silenced_share": "tokens silenced (share)",
-    "silenced_prob": "their probability",
-    "silenced_entropy": "entropy at their places (nats)",
-}
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -192,19 +167,32 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    spurious = batch.spurious  # [n, T]
-    kept = mask * ~spurious  # [n, T]: I
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    stats["silenced"] = spurious.sum(), None
-    stats["silenced_share"] = spurious.sum(), mask.sum()
-    stats["silenced_prob"] = (logp.detach().exp() * spurious).sum(), spurious.sum()
-    stats["silenced_entropy"] = (batch.entropy * spurious).sum(), spurious.sum()
-    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
+    kept = mask * ~batch.spurious  # [n, T]: I
+    return -(objective * kept).sum(), kept.sum()  # a mean over the tokens left
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    spurious = batch.spurious  # [n, T]
+    return {
+        **clip_shares(logp, batch, args.clip_low, args.clip_high),
+        "silenced_share": (spurious.sum(), batch.mask.sum()),
+        "silenced_prob": ((logp.exp() * spurious).sum(), spurious.sum()),
+        "silenced_entropy": ((batch.entropy * spurious).sum(), spurious.sum()),
+    }
+    # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "silenced_share": "tokens silenced (share)",
+    "silenced_prob": "their probability",
+    "silenced_entropy": "entropy at their places (nats)",
+}
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -216,9 +204,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -266,14 +252,16 @@ def main(args: Args, world: World) -> None:
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
@@ -290,7 +278,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -298,3 +286,23 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The rule for τ_h is that of versions 1 to 3. `--entropy_rule candidates` is that of version 4
+#    (of version 5 we know the abstract): the 75% quantile over the low-probability tokens of right
+#    responses. It needs large mini-batches, because a single such token is never below its own
+#    quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none held two that
+#    differ. With --tau_p 0.05, each rule silenced two tokens of 155,000 (50 steps, seed 1).
+# 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text fits one reading:
+#    the top 20% by entropy are always kept, τ_h = quantile(H, 0.80). (It says that the bottom 80%
+#    of low-entropy tokens is masked, and that going from 20% to 80% shrinks the candidates.)
+#    quantile(H, 0.20) is often quoted, but wrong. It is also our reading that the quantile is over
+#    all response tokens: they only say "mini-batch".
+# 3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens are in
+#    no gradient. std R divides by G - 1. The paper does not say so, but the advantages of its
+#    examples show it (2.47 for the only right response of eight).
+#
+# The authors find that about one token in ten thousand is enough to destroy a run, and that
+# silencing it loses no signal. Versions 4 and 5 report an average gain over GRPO, 80/20 and JustRL
+# of 11.49% at temperature 1 and of 3.73% at 0.7 (before: 7.13% and 3.69%). Version 4 calls the
+# accuracy largely insensitive to τ_p.

@@ -3,7 +3,7 @@
 `checks/NAME.py` states the loss of NAME.py a second time, from the paper's formula, in float64:
 
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
-- `statistics(b)` returns the metrics of the loss as pairs (sum, count);
+- `statistics(b)` returns what `measures` returns, as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
 - `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each.
   Where `PER_TOKEN` is set, that code divides by all tokens, and the file by something else;
@@ -28,6 +28,7 @@ from common.distributed import ALONE
 import torch
 from torch import Tensor
 
+NO_MEASURES = "measures returns nothing"
 CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
 FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
@@ -55,7 +56,11 @@ def replaced(path: Path, old: str, new: str) -> str:
 
 def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
     """The module with one piece of its source replaced."""
-    source = replaced(Path(module.__file__), old, new)
+    return module_from(replaced(Path(module.__file__), old, new), module)
+
+
+def module_from(source: str, module: ModuleType) -> ModuleType:
+    """A module of this source in the place of another."""
     mutant = ModuleType(f"{module.__name__}_mutant")
     sys.modules[mutant.__name__] = mutant  # dataclasses look their module up
     mutant.__file__ = module.__file__
@@ -166,14 +171,16 @@ def busy_batch() -> dict[str, Tensor]:
     batch["ref_logp"] = batch["logp"] + noise[1] - 0.5
     batch["entropy"] = 2 * noise[2]
     batch["token_advantages"] = 4 * noise[3] - 2
+    batch["proxy_logp"] = batch["logp"] + noise[4] - 0.3
     batch["teacher_logp"] = 3 * (batch["logp"] + noise[5] - 0.5)
     old = torch.tensor([-0.02, -4.0]).double().repeat(3).expand_as(mask)  # [6, 6]
     garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
     garbage |= {"rollout_logp": old - 3, "ref_logp": old + 3, "token_advantages": 9 * (A - 0.5)}
-    garbage["teacher_logp"] = old - 9
+    garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9}
     for name, x in garbage.items():
         batch[name] = torch.where(mask > 0, batch[name], x)
     batch["working"] = (noise[6] > 0.4).double() * mask
+    batch["proxy_logp"][1, 1] = -torch.inf  # filtered out (lp_reg)
     for name, column in batch.items():
         if column.dim() == 2:
             batch[name] = torch.nn.functional.pad(column, (0, 1))
@@ -219,7 +226,7 @@ def agree(spec: ModuleType) -> list[Callable]:
             for parts in divisions:
                 total, number = 0.0, 0.0
                 for rows in parts:
-                    added, counted, _ = module.policy_loss(args, logp[rows], batch.rows(rows))
+                    added, counted = module.policy_loss(args, logp[rows], batch.rows(rows))
                     total, number = total + added, number + counted
                 (gradient,) = torch.autograd.grad(total / number, logp)
                 near(total / number, -J, f"the loss{told}", 1e-9)
@@ -238,8 +245,9 @@ def agree(spec: ModuleType) -> list[Callable]:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
             args, logp, batch = reached(module, flags)
-            _, _, found = module.policy_loss(args, logp, batch)
-            counts(found, spec.statistics(written(args, batch)), told)
+            pairs = module.measures(args, logp.detach(), batch)
+            assert pairs, NO_MEASURES
+            counts(pairs, spec.statistics(written(args, batch)), told)
 
     check_statistics.__doc__ = spec.statistics.__doc__
     return [check_loss, check_parts_add_up, check_statistics]
@@ -297,6 +305,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo, recipe
         "working": torch.zeros_like(mask),  # blockwise
         "working_advantages": A,  # blockwise
+        "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
         "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
         "top_logp": logp.new_zeros(*logp.shape, 0),  # centred
@@ -308,21 +317,27 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
     return logp, batch
 
 
-def terms(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """The result of `policy_loss` on a whole mini-batch, see `mini_batch`."""
+def terms(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and count of `policy_loss` on a whole mini-batch, see `mini_batch`."""
     return module.policy_loss(args, *mini_batch(module, args, **columns))
 
 
-def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, dict]:
-    """The loss, a mean, and the statistics."""
-    total, count, stats = terms(module, args, **tensors)
-    return total / count, stats
+def measured(module: ModuleType, args: object, **columns: Tensor) -> dict[str, tuple]:
+    """The pairs of `measures` on a whole mini-batch, see `mini_batch`."""
+    logp, batch = mini_batch(module, args, **columns)
+    return module.measures(args, logp.detach(), batch)
+
+
+def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> Tensor:
+    """The loss, a mean."""
+    total, count = terms(module, args, **tensors)
+    return total / count
 
 
 def loss_and_gradient(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and its gradient by log π `[n, T]`."""
     logp = tensors["logp"].detach().requires_grad_()
-    loss, _ = loss_of(module, args, **tensors | {"logp": logp})
+    loss = loss_of(module, args, **tensors | {"logp": logp})
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 
@@ -396,7 +411,7 @@ def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
         logp = theta.log_softmax(0)[rows][:, None]
         batch = {"logp": logp, "old_logp": logp.detach(), "mask": torch.ones_like(logp)}
         batch["advantages"] = module.advantages(RIGHT[rows][None])[0]
-        loss_of(module, no_kl(module, **flags), **batch)[0].backward()
+        loss_of(module, no_kl(module, **flags), **batch).backward()
         p = (pi * RIGHT).sum()
         scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each
         apart = (pi * RIGHT) @ scores / p - (pi * (1 - RIGHT)) @ scores / (1 - p)
@@ -410,7 +425,7 @@ def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
     """The statistics equal these (sum, count) pairs. A count of None marks a maximum or a sum that
     is not divided."""
     for name, (total, count) in expected.items():
-        assert name in stats, f"{name} is missing from the statistics, the third that is returned"
+        assert name in stats, f"{name} is missing from what measures returns"
         pair = stats[name]
         assert isinstance(pair, tuple | list) and len(pair) == 2, f"{name} is no (sum, count) pair"
         near(pair[0], total, f"the sum of {name}{where}", 1e-9)

@@ -106,6 +106,6 @@ LAMBDA = "torch.where(main, 1.0, args.branch_weight)"
 MUTANTS = {
     "one stream": (" * torch.where(main, 1.0, branch)", ""),
     "branches in the main average": (RETURN, RETURN.replace("mask[main].sum()", "mask.sum()")),
-    "λ on the KL": ("args.beta * k3", f"args.beta * k3 * {LAMBDA}[:, None]"),
+    "λ on the KL": ("args.beta * k3", f"args.beta * {LAMBDA}[:, None] * k3"),
     "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
 }

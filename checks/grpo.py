@@ -53,7 +53,7 @@ def kl_term(module: ModuleType, theta: Tensor, ref: Tensor, draws: list, **flags
     batch = {name: x[rows][:, None] for name, x in columns.items()}  # [n, 1]
     ones = torch.ones(len(rows), 1, dtype=torch.float64)
     args = replace(module.Args(), beta=1.0, **flags)
-    loss, _ = loss_of(module, args, **batch, mask=ones, advantages=0 * ones[:, 0])
+    loss = loss_of(module, args, **batch, mask=ones, advantages=0 * ones[:, 0])
     return loss
 
 
@@ -86,9 +86,11 @@ def check_kl_ratio(module: ModuleType) -> None:
 
 FIXTURES = {"grpo_eps0.2_seqmean": {}}
 SHARED = ZSCORES
-RATIO, SURROGATE = "(logp - batch.old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
+RATIO = "ratio = (logp - batch.old_logp).exp()"
+SURROGATE = "torch.minimum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
-RETURN = "return -per_response.sum(), mask.new_tensor(len(mask)), stats"
+WEIGHED = "kl = (logp - batch.old_logp).exp() * kl"
+RETURN = "return -per_response.sum(), mask.new_tensor(len(mask))"
 STD = "rewards.std(dim=1, keepdim=True)"
 NO_EOS = "(objective * (e := mask * (mask.cumsum(1) < mask.sum(1)[:, None]))).sum(1) / e.sum(1)"
 # Mistakes that students and public code make: `labs.grade --hint` and `labs.bug` name them
@@ -98,14 +100,14 @@ MUTANTS = {
     "population std": (STD, "rewards.std(dim=1, keepdim=True, correction=0)"),
     "sequence ratio": (
         RATIO,
-        "((logp - batch.old_logp) * mask).sum(1, keepdim=True).exp().expand_as(logp)",
+        "ratio = ((logp - batch.old_logp) * mask).sum(1, keepdim=True).exp().expand_as(logp)",
     ),
     "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
     "clip without min": (SURROGATE, "clipped * A"),
     "KL direction": ("batch.ref_logp - logp", "logp - batch.ref_logp"),
-    "k3 times r, a number": ("k3 = ratio * k3", "k3 = ratio.detach() * k3"),
+    "k3 times r, a number": (WEIGHED, WEIGHED.replace("logp -", "logp.detach() -")),
     "dropped EOS": (AVERAGE, NO_EOS),
-    "token-mean": (RETURN, "return -(objective * mask).sum(), mask.sum(), stats"),
+    "token-mean": (RETURN, "return -(objective * mask).sum(), mask.sum()"),
     "a mean where the sum is asked": (RETURN, RETURN.replace("sum()", "mean()")),
-    "mean of the part": (RETURN, "return -per_response.mean(), mask.new_tensor(1.0), stats"),
+    "mean of the part": (RETURN, "return -per_response.mean(), mask.new_tensor(1.0)"),
 }

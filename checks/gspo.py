@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clipped, counts, loss_and_gradient, near, one, terms
+from . import ZSCORES, Batch, clipped, counts, loss_and_gradient, measured, near, one, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -47,8 +47,8 @@ def check_clips_sequences_not_tokens(module: ModuleType) -> None:
         batch = {"logp": logp, "old_logp": 0 * mask, "mask": mask, "advantages": one(1.0)[0]}
         _, gradient = loss_and_gradient(module, module.Args(), **batch)
         near(gradient, -(1 - cut) * mask / 4, "∂ loss / ∂ log π of four tokens")
-        stats = terms(module, module.Args(), **batch)[2]
-        counts(stats, {"clip_share": (cut, 1), "token_clip_share": (tokens, 4)})
+        expected = {"clip_share": (cut, 1), "token_clip_share": (tokens, 4)}
+        counts(measured(module, module.Args(), **batch), expected)
 
 
 def check_perplexities(module: ModuleType) -> None:
@@ -63,11 +63,12 @@ def check_perplexities(module: ModuleType) -> None:
 
 FIXTURES = {"gspo_3e-4_4e-4": {}, "gspo_0.2_0.2": {"clip_low": 0.2, "clip_high": 0.2}}
 SHARED = ZSCORES
-ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
+ROOT_MEAN = "(log_ratio.sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1))"
+MASKED = "(logp - batch.old_logp) * batch.mask"
 CLAMP = "s.clamp(1 - args.clip_low, 1 + args.clip_high)"
 MUTANTS = {
     "sum for mean in the ratio": (ROOT_MEAN, "log_ratio.sum(dim=1)"),
-    "padding in the ratio": ("(logp - batch.old_logp) * mask", "logp - batch.old_logp"),
+    "padding in the ratio": (MASKED, "logp - batch.old_logp"),
     "bounds swapped": (CLAMP, "s.clamp(1 - args.clip_high, 1 + args.clip_low)"),
-    "μ for π_old": ("(logp - batch.old_logp) * mask", "(logp - batch.rollout_logp) * mask"),
+    "μ for π_old": (MASKED, MASKED.replace("old_logp", "rollout_logp")),
 }

@@ -19,7 +19,7 @@ class Damage:
         return self.where or self.algorithm, self.old, self.new
 
 
-LOSS = "loss, count, stats = policy_loss"
+LOSS = "loss, count = policy_loss"
 OF_THE_PART = "choose_tokens(args, micro, World(0, 1, world.device)); "
 SCORE = "rewards = task.score(rollout, problems, G)"
 CLIP = "clip_gradients(policy, args.grad_clip)"
@@ -48,9 +48,9 @@ DAMAGES = {
     "last micro-batch's count": Damage("denominator = denominator + count", "denominator = count"),
     "gradients of the last mini-batch stay": Damage("            optimizer.zero_grad()\n", ""),
     "no gradient clipping": Damage(CLIP, 'clip_gradients(policy, float("inf"))'),
-    "the own rank's count": Damage(
-        "gradient.mul_(averaged / total)",
-        "gradient.mul_(1 / count)",
+    "one rank's count": Damage(
+        'return global_sum({"count": count}, world)["count"] or 1.0',
+        "return float(count)",
         "maspo",
         where="common.distributed",
         ranks=2,

@@ -58,16 +58,17 @@ def check_weights(module: ModuleType) -> None:
 
 FIXTURES = {"maspo_default_tokenmean": {}}
 SHARED = ZSCORES
+OUTWARD = "advantages[:, None] * (ratio - 1) > 0"
 MUTANTS = {
     "cut in both directions": (
         "(A * (ratio - 1) > A.abs() * args.token_clip)",
         "((ratio - 1).abs() > args.token_clip)",
     ),
     "gate differentiated": (
-        "with torch.no_grad():\n        old_p",
-        "with torch.enable_grad():\n        old_p",
+        "F = gates(args, ratio.detach(), batch)",
+        "F = gates(args, ratio, batch)",
     ),
-    "gate the way back": ("outward = A * (ratio - 1) > 0", "outward = A * (ratio - 1) < 0"),
-    "σ ∝ 1/π": ("old_p**args.alpha", "old_p"),
+    "gate the way back": (OUTWARD, OUTWARD.replace(">", "<")),
+    "σ ∝ 1/π": ("batch.old_logp.exp() ** args.alpha", "batch.old_logp.exp()"),
     "risk the wrong way round": ("1 / (1 - args.beta_neg * A)", "1 - args.beta_neg * A"),
 }

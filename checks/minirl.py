@@ -78,8 +78,5 @@ MUTANTS = {
     "std": ("return centred", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)"),
     "mask from π_θ/μ": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
     "weight from π_old": (BEHAVIOUR, BEHAVIOUR.replace("rollout_logp", "old_logp")),
-    "weight not detached": (
-        "uncapped = (logp.detach() - behaviour)",
-        "uncapped = (logp - behaviour)",
-    ),
+    "weight not detached": ("(logp.detach() - behaviour)", "(logp - behaviour)"),
 }

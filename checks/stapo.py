@@ -29,12 +29,11 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of silenced tokens their number, share, mean π_θ and mean entropy. clip_share and its parts
+    """Of silenced tokens their share, mean π_θ and mean entropy. clip_share and its parts
     are of all response tokens, silenced or not."""
     silent = spurious(b)
     number = silent.sum()
     return clip_statistics(b) | {
-        "silenced": (number, None),
         "silenced_share": (number, b.mask.sum()),
         "silenced_prob": (b.logp.exp()[silent].sum(), number),
         "silenced_entropy": (b.entropy[silent].sum(), number),
@@ -58,13 +57,14 @@ def check_quantile_of_many(module: ModuleType) -> None:
 FIXTURES = {"dapo_eps0.2_0.28_tokenmean": {"tau_p": 0.0}}  # no token below: DAPO's loss
 SHARED = ZSCORES
 IMPROBABLE = "batch.logp.exp() < args.tau_p"
+KEPT = "kept = mask * ~batch.spurious"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
     "π_old for π_θ": (IMPROBABLE, IMPROBABLE.replace("logp", "old_logp")),
     "entropy ignored": ("candidates & sure", "candidates"),
-    "own threshold of a micro-batch": (
-        "spurious = batch.spurious  # [n, T]",
-        "choose_tokens(args, batch, World(0, 1, logp.device))\n    spurious = batch.spurious",
+    "threshold of a micro-batch": (
+        KEPT,
+        f"choose_tokens(args, batch, World(0, 1, logp.device))\n    {KEPT}",
     ),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
 }

@@ -10,7 +10,7 @@ from common.distributed import ALONE
 from torch import Tensor
 
 from . import FIXTURE, RIGHT, Batch, advantages_match, check_equal_rewards, loss_and_gradient, near
-from . import response_mean, terms
+from . import measured, response_mean
 
 
 def advantages(R: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def check_weights(module: ModuleType) -> None:
     weight = module.truncated(module.Args(), torch.tensor([-500.0, 500.0]).double())
     near(weight, [math.exp(-20), 8.0], "min(w, 8) at log w = ±500")
     columns["rollout_logp"] = columns["rollout_logp"] - 300
-    largest = terms(module, module.Args(), **columns)[2]["weight_max"][0]
+    largest = measured(module, module.Args(), **columns)["weight_max"][0]
     near(largest, math.exp(20), "weight_max at log w > 300", 1e-3)
 
 

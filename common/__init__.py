@@ -15,7 +15,6 @@ The others need not be read to understand an algorithm:
     model           loading weights and tokenizer
     metrics         sums and counts over micro-batches and ranks; the two accuracies of a run
     run, samples    a run's folder: metrics, and some responses token by token
-    alarm           says so if a metric moves as it did before falls (alarms.json: the rules)
     curves          metrics.jsonl -> curves.png
     clock           where the time of a step goes
     checkpoint      saving, and bit-exact resume

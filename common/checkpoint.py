@@ -19,20 +19,24 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common.cli import RunStopped, blame
 from common.clock import timed
 from common.distributed import World, full_parameters
-from common.run import checkpoints, how_to_continue, sync
-
-KEEP_CHECKPOINTS = 3
+from common.run import checkpoints, how_to_continue, step_of, sync
 
 
 @timed("save")
 def save_checkpoint(
-    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
+    folder: Path,
+    step: int,
+    policy: nn.Module,
+    optimizer: Optimizer,
+    parts: dict,
+    world: World,
+    keep: int,
 ) -> None:
     """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and each rank's random
     number generators and the `state_dict()` of each of `parts` (name -> object).
 
     It is written under another name and renamed when complete: a kill at any moment leaves the
-    older checkpoints usable. `optimizer` may be a list of several.
+    older checkpoints usable, of which the newest `keep` stay. `optimizer` may be a list of several.
     """
     final = folder / f"checkpoints/step_{step:06d}"
     partial = folder / "checkpoints/partial"
@@ -60,7 +64,7 @@ def save_checkpoint(
             sync(partial)
             partial.rename(final)
             sync(final.parent)
-            for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
+            for old in checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
 
 
@@ -75,19 +79,18 @@ def first_failure() -> Iterator[None]:
 
 
 def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
+    checkpoint: Path | None, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
 ) -> int:
-    """Restore the newest checkpoint in place, with the `parts` that it was saved with; returns its
-    step, or 0 where there is none (`--resume auto`).
+    """Restore a checkpoint in place, with the `parts` that it was saved with; returns its step, or
+    0 where there is none: a new run.
 
     Weights and moments fit any number of ranks. A part has the state of its own rank; on a rank
     that did not exist when it was saved, that of the first one. So a part whose state belongs to
     one rank alone must notice this in its `load_state_dict`: the hf engine keeps its fresh seed,
     vcpo's queue refuses.
     """
-    if not checkpoints(folder):
+    if checkpoint is None:
         return 0
-    checkpoint = checkpoints(folder)[-1]
     weights, moments = get_state_dict(policy, optimizer)
     wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
     with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
@@ -106,7 +109,7 @@ def load_checkpoint(
         torch.cuda.set_rng_state(generators["cuda"])
     for name, part in parts.items():
         part.load_state_dict(saved["parts"][name])
-    return int(checkpoint.name.removeprefix("step_"))
+    return step_of(checkpoint)
 
 
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:

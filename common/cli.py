@@ -82,6 +82,11 @@ class Flags:
     """Save the final model in the Hugging Face format, in `model` in the run folder."""
     resume: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
+    back_to: Whole = 0
+    """With --resume: go back to the checkpoint of this step, and on with other flags of the
+    algorithm: a smaller lr, fewer minibatches (0: the newest checkpoint, and no other flags)."""
+    keep: Count = 3
+    """Checkpoints that are kept, the newest ones (our choice)."""
     micro_tokens: Count = 16384
     """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     task: str = "arithmetic"
@@ -118,8 +123,6 @@ class Flags:
     sample_every: Whole = 10
     """Steps between two groups of responses written to samples.jsonl token by token; step 1, each
     evaluation and the last step are written too (our choice; 0: no file)."""
-    alarm: bool = True
-    """Say once if a metric moves as it did before falls of accuracy (docs/metrics.md)."""
     max_prompt_tokens: Count = 1024
     """Longer prompts are skipped (our choice)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."

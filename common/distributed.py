@@ -197,13 +197,18 @@ def gather(values: Tensor, world: World) -> Tensor:
     return torch.cat(parts).to(values.device)
 
 
-def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> float:
+def total_count(count: float | Tensor, world: World) -> float:
+    """The number of terms in the sums of all ranks; 1 where there are none: all gradients are 0."""
+    return global_sum({"count": count}, world)["count"] or 1.0
+
+
+def divide_gradients(policy: nn.Module, count: float, world: World) -> None:
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
-    `count` is the number of terms in this rank's sum. FSDP has averaged the gradients over the
-    ranks that share a model. Times the number of these ranks, they are sums again. They are then
-    summed over replicas, and divided by the count of all ranks. The result is the mean in the
-    objective, for any micro-batches and any number of ranks. Returns the count of all ranks.
+    `count` is the number of terms in the sums of all ranks. FSDP has averaged the gradients over
+    the ranks that share a model. Times the number of these ranks, they are sums again. They are
+    then summed over replicas, and divided by the count. The result is the mean in the objective,
+    for any micro-batches and any number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     sharded = isinstance(gradients[0], DTensor)
@@ -212,10 +217,8 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
         _, replicas = update_groups(world, averaged)
         for gradient in gradients:
             dist.all_reduce(gradient.to_local() if sharded else gradient, group=replicas)
-    total = global_sum({"count": count}, world)["count"] or 1.0  # of no terms, all gradients are 0
     for gradient in gradients:
-        gradient.mul_(averaged / total)
-    return total
+        gradient.mul_(averaged / count)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:

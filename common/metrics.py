@@ -1,6 +1,7 @@
 """Metrics of a step, as sums and counts that are divided once; the two accuracies of a run."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -44,6 +45,26 @@ class Means:
         return means | {name: sums[name] for name in self.plain}
 
 
+def clip_shares(
+    logp: Tensor,
+    batch: Rollout,
+    low: float,
+    high: float,
+    name: str = "clip",
+    A: Tensor | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Share of the response tokens that lose their gradient by a clip of r = π_θ/π_old `[n, T]`,
+    and its two parts: above 1 + high where Â > 0, below 1 - low where Â < 0. `A [n, T]` are the
+    advantages, if they are not one for each response."""
+    A = batch.advantages[:, None] if A is None else A  # [n, 1] or [n, T]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]
+    above = (A > 0) & (ratio > 1 + high)  # [n, T]
+    below = (A < 0) & (ratio < 1 - low)  # [n, T]
+    sides = {"share": above | below, "above": above, "below": below}
+    tokens = batch.mask.sum()
+    return {f"{name}_{side}": ((cut * batch.mask).sum(), tokens) for side, cut in sides.items()}
+
+
 def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
     tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
@@ -76,6 +97,15 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
         "tokens": (tokens, None),
         "judge_killed": (killed, None),
     }
+
+
+LOST = 0.8  # of the best accuracy
+
+
+def fell(accuracies: Sequence[float]) -> bool:
+    """Whether a run with these held-out accuracies, in order, has fallen: it ends below LOST of its
+    best. The one definition of a fall (docs/glossary.md)."""
+    return accuracies[-1] < LOST * max(accuracies)
 
 
 @timed("evaluate")

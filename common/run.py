@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import count, takewhile
 from pathlib import Path
 from uuid import uuid4
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.alarm import alarms_now, stored_rules
 from common.batch import Rollout
 from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
@@ -25,18 +24,19 @@ from common.curves import draw_curves
 from common.data import Task
 from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
-from common.metrics import Means
+from common.metrics import Means, fell
 from common.model import check_saving
 from common.samples import Samples, before_and_after
 
 
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
-    """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
-    wandb alarm
-    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    offload offload_reference vllm_memory vllm_sleep""".split()
+    """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
+    sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
+    gradient_checkpointing offload offload_reference vllm_memory vllm_sleep""".split()
 )
+# Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
+FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
 
 
 def numbered(name: Path) -> Iterator[Path]:
@@ -70,7 +70,12 @@ def checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first; other names are ignored."""
     paths = (folder / "checkpoints").glob("step_*")
     complete = [path for path in paths if re.fullmatch("step_[0-9]{6,}", path.name)]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(complete, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def how_to_continue(folder: Path) -> str:
@@ -86,14 +91,10 @@ def saved_config(folder: Path) -> dict:
         return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
 
 
-def check_flags(folder: Path, config: dict) -> None:
-    """Refuse to resume the run in `folder` under other flags, or with other `data`."""
-    saved = saved_config(folder)
-    for name in sorted(config.keys() - FREE_ON_RESUME):
-        if saved.get(name) != config[name]:
-            raise BadInput(
-                f"--resume: {folder} has {name} {saved.get(name)!r}, not {config[name]!r}"
-            )
+def changed_flags(saved: dict, config: dict) -> list[str]:
+    """The names under which two runs differ, but for those of FREE_ON_RESUME."""
+    names = config.keys() - FREE_ON_RESUME - {"id", "history"}
+    return sorted(name for name in names if saved.get(name) != config[name])
 
 
 @contextlib.contextmanager
@@ -177,8 +178,6 @@ class Run:
         self.apart = 0
         self.bar = tqdm(disable=True)
         self.samples = Samples(task, args, world)
-        self.rules = stored_rules() if args.alarm else []
-        self.lines = []  # of metrics.jsonl, for the alarms
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -186,6 +185,10 @@ class Run:
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
+        self.checkpoint = None  # to continue from
+        self.repair = None  # what --back_to changes: flag -> value before and after
+        if args.back_to and not args.resume:
+            raise BadInput(f"--back_to {args.back_to}: goes with --resume")
         if args.resume:
             self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
             self._check_resume()
@@ -197,13 +200,31 @@ class Run:
         return shared[0]
 
     def _check_resume(self) -> None:
-        """Refuse what cannot be resumed, before anything is loaded."""
-        if not checkpoints(self.folder):
+        """Choose the checkpoint, and refuse what cannot be resumed, before anything is loaded."""
+        saved, back_to = checkpoints(self.folder), self.args.back_to
+        if not saved:
             if self.args.resume != "auto":
                 raise BadInput(f"--resume: no checkpoint in {self.folder}")
             self.say(f"no checkpoint of this run in {self.folder}: starting anew")
-        elif self.world.rank == 0:
-            check_flags(self.folder, self.config)
+            return
+        self.checkpoint = saved[-1]
+        config = saved_config(self.folder)
+        changed = changed_flags(config, self.config)
+        gone_back = any(one["back_to"] == back_to for one in config.get("history", [])[-1:])
+        if back_to and (changed or not gone_back):  # else the same command was started again
+            steps = {step_of(path): path for path in saved}
+            if back_to not in steps:
+                there = ", ".join(map(str, steps))
+                raise BadInput(f"--back_to {back_to}: {self.folder} has checkpoints of {there}")
+            self.checkpoint = steps[back_to]
+            of_the_algorithm = set(asdict(self.args)) - {field.name for field in fields(Flags)}
+            repairs = of_the_algorithm - FIXED | {"rollout_dtype"}
+            self.repair = {n: [config.get(n), self.config[n]] for n in changed if n in repairs}
+        for name in changed:
+            if self.repair is None or name not in self.repair:
+                was, now = config.get(name), self.config[name]
+                raise BadInput(f"--resume: {self.folder} has {name} {was!r}, not {now!r}")
+        if self.world.rank == 0:
             self._lock_folder()
 
     def _lock_folder(self) -> None:
@@ -224,6 +245,10 @@ class Run:
                 check_saving(args.model, self.task.tokenizer)
             saved = saved_config(self.folder) if done else {}
             self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
+            self.config["history"] = saved.get("history", [])
+            if self.repair is not None:
+                self.config["id"] = uuid4().hex[:12]  # W&B takes no step twice
+                self.config["history"].append({"back_to": done, "changed": self.repair})
             if args.wandb:
                 import wandb
 
@@ -254,22 +279,35 @@ class Run:
         SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 
     def _continue(self) -> None:
-        """Forget what was done after the checkpoint. Refuse without the metrics of every step."""
+        """Forget what was done after the checkpoint; with --back_to, set it aside. Refuse without
+        the metrics of every step."""
         if self.done > self.args.steps:
             raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-        kept = {}
+        kept, later = {}, {}
         for name in ROWS:
             if (self.folder / name).exists():
                 rows = read_lines(self.folder / name)
                 kept[name] = [row for row in rows if row["step"] <= self.done]
+                later[name] = [row for row in rows if row["step"] > self.done]
         steps = [row["step"] for row in kept.get("metrics.jsonl", [])]
         if steps != list(range(self.done + 1)):
             path = self.folder / "metrics.jsonl"
             raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
-        self.lines = kept["metrics.jsonl"]
+        if self.repair is not None:
+            self._set_aside(later)
         for name, rows in kept.items():
             self._write(name, as_lines(rows))
         (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
+
+    def _set_aside(self, later: dict[str, list[dict]]) -> None:
+        """Keep the lines and the checkpoints after the step of --back_to in a folder beside."""
+        beside = new_folder(self.folder / f"after_{self.done}")
+        for name, rows in later.items():
+            self._write(f"{beside.name}/{name}", as_lines(rows))
+        for path in checkpoints(self.folder):
+            if step_of(path) > self.done:
+                path.rename(beside / path.name)
+        self.say(f"back to step {self.done}; what came after it is in {beside}")
 
     def _write(self, name: str, text: str) -> None:
         with atomic_write(self.folder / name) as path:
@@ -312,8 +350,6 @@ class Run:
         self.done = step
         self.stopping = self.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
-        self.lines.append(line)
-        self.say(*map(str, alarms_now(self.lines, self.rules)))
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -395,6 +431,7 @@ class Run:
         for how in ("greedy", "sampled"):
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
+        self.say(f"greedy   {ending_of(summary)}")
         self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
@@ -416,10 +453,19 @@ def draw_run(folder: Path) -> Path:
 
 
 def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, and its seconds."""
+    """The first and the last held-out accuracy of a run, the best (greedy) with its step, whether
+    the run fell, and its seconds."""
     measured = [line for line in lines if "greedy" in line]
-    summary = {}
+    best = max(measured, key=lambda line: line["greedy"])
+    summary = {"best": best["greedy"], "best_step": best["step"]}
+    summary["fell"] = fell([line["greedy"] for line in measured])
     for how in ("greedy", "sampled"):
         summary[f"{how}_before"] = lines[0][how]
         summary[f"{how}_after"] = measured[-1][how]
     return summary | {"seconds": sum(line["seconds"] for line in lines)}
+
+
+def ending_of(summary: dict) -> str:
+    """`best 0.79 at step 5, now 0.18: it fell`"""
+    best = f"best {summary['best']:.2f} at step {summary['best_step']}"
+    return f"{best}, now {summary['greedy_after']:.2f}" + ": it fell" * summary["fell"]

@@ -8,7 +8,6 @@
 Most damages are named ones of the tests: no damaged file is stored anywhere.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from common.cli import BadInput, in_one_line
 from common.run import read_lines
 import checks
-from tools import compare
+from tools import arguments, compare
 from checks.files import ROOT, algorithms
 from checks.loop_mutants import DAMAGES
 
@@ -55,8 +54,8 @@ class Bug:
             return self.named
         if self.seen_by != LOOP:
             return checks.of(self.file)[1][self.named][:2]
-        found = DAMAGES[self.named]
-        return found.old, found.new
+        damage = DAMAGES[self.named]
+        return damage.old, damage.new
 
 
 BUGS = [
@@ -148,9 +147,9 @@ BUGS = [
     ),
     Bug(
         (
-            "return -per_response.sum(), mask.new_tensor(len(mask)), stats",
+            "return -per_response.sum(), mask.new_tensor(len(mask))",
             "return -(per_response * (logp.detach() - batch.rollout_logp).sum(1).exp()).sum(), "
-            "mask.new_tensor(len(mask)), stats",
+            "mask.new_tensor(len(mask))",
         ),
         "check_coefficients",
         "Two corrections are better than one?",
@@ -174,8 +173,8 @@ BUGS = [
     ),
     Bug(
         (
-            'stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())',
-            'stats["ref_kl"] = ((log_ref_ratio * mask).sum(), mask.sum())',
+            'stats["ref_kl"] = (k3(args, logp, batch) * batch.mask)',
+            'stats["ref_kl"] = ((batch.ref_logp - logp) * batch.mask)',
         ),
         "check_statistics",
         "The runs are the same. Which curve lies?",
@@ -235,8 +234,8 @@ def play(number: int, out: Path, more: str = "") -> None:
     train(source, wrong, flags)
     smoke = ".smoke" * bool(more)
     compare.main([right, wrong], str(out / f"bug_{number}{smoke}"))
-    told = f"{lab.SMOKE}. " * bool(more) + f"Bug {number}. {bug.look} Then --reveal."
-    print(textwrap.fill(told, 100))
+    hint = f"{lab.SMOKE}. " * bool(more) + f"Bug {number}. {bug.look} Then --reveal."
+    print(textwrap.fill(hint, 100))
 
 
 def reveal(number: int) -> str:
@@ -258,12 +257,7 @@ def reveal(number: int) -> str:
 
 def main() -> None:
     """List, play or reveal."""
-    parser = argparse.ArgumentParser(
-        prog="labs.bug",
-        usage=argparse.SUPPRESS,  # an error is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__, "labs.bug")
     parser.add_argument("number", nargs="?", type=int, metavar="N")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--reveal", action="store_true")

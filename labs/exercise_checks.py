@@ -50,15 +50,15 @@ def check_temperature(module: ModuleType) -> None:
     for temperature in (0.5, 1.0, 2.0):
         chances = (logits / temperature).exp()
         wanted = (chances / chances.sum(1, keepdim=True)).log()[[0, 1], [2, 1]]
-        found = module.sampler_logprobs(logits.clone(), torch.tensor([2, 1]), temperature)
-        near(found, wanted, f"logits {logits.tolist()}, tokens [2, 1], T = {temperature}", 1e-6)
+        logp = module.sampler_logprobs(logits.clone(), torch.tensor([2, 1]), temperature)
+        near(logp, wanted, f"logits {logits.tolist()}, tokens [2, 1], T = {temperature}", 1e-6)
 
 
 def check_large_logits(module: ModuleType) -> None:
     """Logits of 1000 and of -1000 give finite log-probs: no exp of a logit, no log of a 0."""
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, 0.0]])
-    found = module.sampler_logprobs(logits, torch.tensor([1, 0]), 1.0)
-    near(found, [-1000.0, -1000.0], "logits [1000, 0], token 1, and [-1000, 0], token 0", 1e-3)
+    logp = module.sampler_logprobs(logits, torch.tensor([1, 0]), 1.0)
+    near(logp, [-1000.0, -1000.0], "logits [1000, 0], token 1, and [-1000, 0], token 0", 1e-3)
 
 
 def check_logits_are_left(module: ModuleType) -> None:
@@ -71,10 +71,10 @@ def check_logits_are_left(module: ModuleType) -> None:
 def check_bfloat16(module: ModuleType) -> None:
     """bfloat16 logits are made float32 before the softmax, not after."""
     logits = torch.linspace(-1, 1, 1000).bfloat16()[None]
-    found = module.sampler_logprobs(logits, torch.tensor([500]), 1.0)
-    assert found.dtype != torch.bfloat16, "the log-probs are bfloat16"
+    logp = module.sampler_logprobs(logits, torch.tensor([500]), 1.0)
+    assert logp.dtype != torch.bfloat16, "the log-probs are bfloat16"
     wanted = logits.float().log_softmax(-1)[:, 500]
-    near(found, wanted, "of a thousand bfloat16 logits from -1 to 1 the 500th", 1e-4)
+    near(logp, wanted, "of a thousand bfloat16 logits from -1 to 1 the 500th", 1e-4)
 
 
 REWARDS = [torch.tensor([1.0, 0, 0], dtype=float64), torch.tensor([1, 0.5, 1], dtype=float64)]
@@ -83,23 +83,23 @@ GROUPS = [torch.tensor([0, 0, 1]), torch.tensor([1, 0, 1])]
 
 def check_spread_groups(module: ModuleType) -> None:
     """Each group's z-score is over all its rows, wherever they are."""
-    found = on_ranks(module.rank_advantages, *((r, g, 2) for r, g in zip(REWARDS, GROUPS)))
+    scores = on_ranks(module.rank_advantages, *((r, g, 2) for r, g in zip(REWARDS, GROUPS)))
     rewards, groups = torch.cat(REWARDS), torch.cat(GROUPS)
     wanted = torch.empty_like(rewards)
     for group in (0, 1):
-        own = rewards[groups == group]
-        wanted[groups == group] = (own - own.mean()) / (own.std() + 1e-6)
-    near(
-        torch.cat(found), wanted, "rewards 1, 0, 0 and 1, .5, 1 of groups 0, 0, 1 and 1, 0, 1", 1e-9
-    )
+        of_group = rewards[groups == group]
+        wanted[groups == group] = (of_group - of_group.mean()) / (of_group.std() + 1e-6)
+    case = "rewards 1, 0, 0 and 1, .5, 1 of groups 0, 0, 1 and 1, 0, 1"
+    near(torch.cat(scores), wanted, case, 1e-9)
 
 
 def check_rank_without_rows(module: ModuleType) -> None:
     """A rank without a row of some group, or without any, still takes part in every sum."""
     none = (torch.zeros(0, dtype=float64), torch.zeros(0, dtype=torch.long), 2)
-    found = on_ranks(module.rank_advantages, (torch.cat(REWARDS), torch.cat(GROUPS), 2), none)
-    assert found[1].shape == (0,), f"a rank without rows gets {list(found[1].shape)} advantages"
-    assert found[0].isfinite().all(), f"the other rank's are {found[0].tolist()}"
+    scores = on_ranks(module.rank_advantages, (torch.cat(REWARDS), torch.cat(GROUPS), 2), none)
+    shape = list(scores[1].shape)
+    assert shape == [0], f"a rank without rows gets {shape} advantages"
+    assert scores[0].isfinite().all(), f"the other rank's are {scores[0].tolist()}"
 
 
 def check_equal_rewards(module: ModuleType) -> None:
@@ -107,16 +107,16 @@ def check_equal_rewards(module: ModuleType) -> None:
     rounding is not made large."""
     rewards = torch.full((8,), 0.7), torch.full((1,), 0.7)
     groups = torch.tensor([0] * 7 + [1]), torch.tensor([0])
-    found = torch.cat(on_ranks(module.rank_advantages, *((*x, 2) for x in zip(rewards, groups))))
-    near(found, torch.zeros(9), "eight rewards of 0.7, and (at [7]) a group of one", 1e-6)
+    scores = torch.cat(on_ranks(module.rank_advantages, *((*x, 2) for x in zip(rewards, groups))))
+    near(scores, torch.zeros(9), "eight rewards of 0.7, and (at [7]) a group of one", 1e-6)
 
 
 def check_large_rewards(module: ModuleType) -> None:
     """Rewards of 10,000 and 10,001 in float32 have the z-scores of 0 and 1: the variance is not a
     difference of two large numbers."""
     rewards = torch.tensor([10000.0, 10001.0, 10001.0, 10000.0])
-    found = on_ranks(module.rank_advantages, (rewards, torch.zeros(4, dtype=torch.long), 1))[0]
-    near(found, [-0.8660, 0.8660, 0.8660, -0.8660], "rewards 10000 and 10001, twice each", 1e-3)
+    scores = on_ranks(module.rank_advantages, (rewards, torch.zeros(4, dtype=torch.long), 1))[0]
+    near(scores, [-0.8660, 0.8660, 0.8660, -0.8660], "rewards 10000 and 10001, twice each", 1e-3)
 
 
 def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callable]:
@@ -162,8 +162,8 @@ def check_ess_far_out(module: ModuleType) -> None:
     for shift in (-500.0, 500.0):
         near(module.ess_ratio(torch.full((4,), shift)), 1, f"log w = {shift:g}, four times", 1e-4)
         wanted = w.sum() ** 2 / (4 * (w**2).sum())
-        told = f"log w = {[shift + x for x in uneven.tolist()]}"
-        near(module.ess_ratio(uneven + shift), wanted, told, 1e-3)
+        weights = f"log w = {[shift + x for x in uneven.tolist()]}"
+        near(module.ess_ratio(uneven + shift), wanted, weights, 1e-3)
     near(module.ess_ratio(torch.tensor([300.0, 0, 0, 0])), 0.25, "log w = [300, 0, 0, 0]", 1e-4)
 
 
@@ -185,13 +185,13 @@ def shifted(module: ModuleType, rows: list, starts: list, ends: list, wanted: li
     """The columns are these, and the tokens those behind them."""
     sequences = torch.tensor(rows)
     predicts, tokens = module.shift(sequences.clone(), torch.tensor(starts), torch.tensor(ends))
-    told = f"sequences {rows}, prompt_len {starts}, ends {ends}"
-    assert predicts.shape == sequences.shape, f"{told}: predicts is {list(predicts.shape)}"
-    found = predicts.long().tolist()
-    assert found == wanted, f"{told}: predicts {found}, expected {wanted}"
-    assert predicts.dtype == torch.bool, f"{told}: predicts is of {predicts.dtype}, not of bool"
+    case = f"sequences {rows}, prompt_len {starts}, ends {ends}"
+    assert predicts.shape == sequences.shape, f"{case}: predicts is {list(predicts.shape)}"
+    columns = predicts.long().tolist()
+    assert columns == wanted, f"{case}: predicts {columns}, expected {wanted}"
+    assert predicts.dtype == torch.bool, f"{case}: predicts is of {predicts.dtype}, not of bool"
     behind = [row[t + 1] for row, on in zip(rows, wanted) for t in range(len(row)) if on[t]]
-    assert tokens.tolist() == behind, f"{told}: tokens {tokens.tolist()}, expected {behind}"
+    assert tokens.tolist() == behind, f"{case}: tokens {tokens.tolist()}, expected {behind}"
 
 
 def check_columns(module: ModuleType) -> None:

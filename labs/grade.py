@@ -1,6 +1,6 @@
 """Grades an exercise of labs.blank: the checks that fail, with the numbers they found. Of an
-algorithm's file the core comes first, which is the formula; when it holds, the statistics, every
-flag and the sums of micro-batches.
+algorithm's file the core comes first, which is the formula; when it holds, every flag, the sums of
+micro-batches and, if you wrote `measures`, the metrics.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
@@ -12,7 +12,6 @@ The file runs in a process of its own with limits on time and memory. That prote
 accidents, not against a file that is made to cheat or to do harm: read other people's files first.
 """
 
-import argparse
 import ast
 import contextlib
 import gc
@@ -35,13 +34,14 @@ import checks
 import torch
 from checks.files import MODULES, PATHS
 from common.cli import BadInput, in_one_line, say
+from tools import arguments
 
 from labs import exercise_checks
 from labs.blank import EXERCISES, HEAD, TAKEN, single
 
 SECONDS = 30  # for one check: the slowest takes one
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
-# Asked for when the others hold: statistics, every flag, sums of micro-batches
+# Asked for when the others hold: metrics, every flag, sums of micro-batches
 LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
 Check = Callable[[ModuleType], None]
 
@@ -54,8 +54,8 @@ def exercise_of(path: Path, source: str, asked: str | None) -> str:
     for name in names:
         if name in known:
             return name
-    told = f"{asked or path}: which exercise is it? Give --exercise NAME, one of"
-    raise BadInput(f"{told} {', '.join(known)}")
+    question = f"{asked or path}: which exercise is it? Give --exercise NAME, one of"
+    raise BadInput(f"{question} {', '.join(known)}")
 
 
 def checks_of(name: str) -> list[Check]:
@@ -157,7 +157,7 @@ def in_words(error: BaseException, path: Path) -> str:
     if isinstance(error, NotImplementedError):
         return in_one_line(error)
     if isinstance(error, KeyError) and not lines:
-        return f"{error} is missing from the statistics, the third that policy_loss returns"
+        return f"{error} is missing from what measures returns"
     if isinstance(error, AssertionError) and frames[-1] not in lines:  # of the check itself
         rule = frames[-1].line.removeprefix("assert ")
         return " ".join(str(error).split()) or f"`{rule}` does not hold"
@@ -181,22 +181,22 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
     with contextlib.suppress(OSError):  # the child calls it, too: the second call may fail
         os.setpgid(child, child)
     theirs.close()
-    found, held = {}, 0
+    failed, held = {}, 0
     try:
         for step in [None, *checks_of(name)]:
             reason, goes_on = next_verdict(ours)
             if reason:
-                found[step] = reason
+                failed[step] = reason
             elif step:
                 held += 1
-            if not goes_on or None in found:
+            if not goes_on or None in failed:
                 break
     finally:
         os.kill(child, signal.SIGKILL)
         with contextlib.suppress(OSError):  # what it has forked, if there is anything
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return found, held
+    return failed, held
 
 
 def next_verdict(results: Connection) -> tuple[str, bool]:
@@ -219,16 +219,16 @@ def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
         yield damage, load(checks.replaced(path, old, new), path)
 
 
-def hint(name: str, found: dict[Check | None, str]) -> str:
+def hint(name: str, failed: dict[Check | None, str]) -> str:
     """The known mistake with exactly these verdicts, or with the first one, or else what the first
     check that failed asks for."""
-    found = {check: re.sub(r" at line \d+: .*(?= \()", "", why) for check, why in found.items()}
-    first, reason = next(iter(found.items()))
+    failed = {check: re.sub(r" at line \d+: .*(?= \()", "", why) for check, why in failed.items()}
+    first, reason = next(iter(failed.items()))
     if first is None or "TODO" in reason:
         return "Make the file run first; a TODO is what you are to write."
     alike, nowhere = [], Path()
     for damage, module in damages(name):
-        if all(verdict(module, one, nowhere) == found.get(one, "") for one in checks_of(name)):
+        if all(verdict(module, one, nowhere) == failed.get(one, "") for one in checks_of(name)):
             return f"'{damage}' has just this effect."
         if verdict(module, first, nowhere) == reason:
             alike.append(damage)
@@ -243,49 +243,49 @@ def plain_name(check: Check | None) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
-def report(found: dict[Check | None, str], held: int, every: list[Check]) -> str:
+def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> str:
     """The checks that fail, those with the same reason together; of the later ones nothing as long
     as one of the core fails."""
     core = [check for check in every if not comes_later(check)]
-    failed = {check: why for check, why in found.items() if not comes_later(check)}
+    failed_core = {check: why for check, why in failed.items() if not comes_later(check)}
     groups: dict[str, list[str]] = {}
-    for check, reason in (failed or found).items():
+    for check, reason in (failed_core or failed).items():
         groups.setdefault(reason, []).append(plain_name(check))
-    told, indent = [], " " * 9
+    paragraphs, indent = [], " " * 9
     for reason, names in groups.items():
         for text in (f"NOT YET  {', '.join(names)}", f"{indent}Found: {reason}"):
-            told.append(textwrap.fill(text, 92, subsequent_indent=indent))
+            paragraphs.append(textwrap.fill(text, 92, subsequent_indent=indent))
     last = f"{held} of {len(every)} checks hold"
-    if held + len(found) < len(every):
+    if held + len(failed) < len(every):
         last += "; the others were not run"
-    elif failed and len(core) < len(every):
-        last = f"Core: {len(core) - len(failed)} of {len(core)} checks hold"
+    elif failed_core and len(core) < len(every):
+        last = f"Core: {len(core) - len(failed_core)} of {len(core)} checks hold"
         last += f". The other {len(every) - len(core)} come later"
-    return "\n".join([*told, f"{last}."])
+    return "\n".join([*paragraphs, f"{last}."])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="labs.grade",
-        usage=argparse.SUPPRESS,  # an error is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__, "labs.grade")
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--hint", action="store_true")
     parser.add_argument("--exercise", metavar="NAME", help="which one FILE is meant to be")
     words = parser.parse_args()
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know Greek letters
     try:
         source = read(words.file)
         name = exercise_of(words.file, source, words.exercise)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
-    found, held = grade(name, words.file, source)
-    say(report(found, held, checks_of(name)))
-    if found and words.hint:
-        say(textwrap.fill(f"Hint. {hint(name, found)}", 100))
-    return 1 if found else 0
+    failed, held = grade(name, words.file, source)
+    every = checks_of(name)
+    for check, reason in [*failed.items()]:
+        if reason == checks.NO_MEASURES:  # an exercise of its own
+            say("Not graded: measures, which is a second, optional exercise.")
+            del failed[check]
+            every.remove(check)
+    say(report(failed, held, every))
+    if failed and words.hint:
+        say(textwrap.fill(f"Hint. {hint(name, failed)}", 100))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """What every lab shares: its command line, its seeds, its table, its figure.
 
-A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Another program of it,
-`NAME.py`, writes NAME.json and NAME.png. A lab's module has
+A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
     TITLE            the finding, which stands above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
     measure(arm, seed)   one run of a toy -> numbers and short series. Command lines have instead
-    COLUMNS          the columns of metrics.jsonl that are kept, or
-    keep(lines)      what is kept of the lines of metrics.jsonl
+    COLUMNS          the columns of metrics.jsonl that are kept
     SHORT            more flags for them in a quick run, which shows nothing
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
     SEEDS            runs of each arm, if it is not 20
@@ -25,7 +23,7 @@ Rules for what a lab may say:
   not by two medians.
 """
 
-import argparse
+import io
 import json
 import os
 import re
@@ -36,7 +34,6 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +43,7 @@ from common.curves import series, smooth
 from common.run import atomic_write, read_lines
 from checks import replaced
 from checks.files import ROOT
+from tools import arguments
 from tqdm import tqdm
 
 SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
@@ -58,15 +56,10 @@ BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E7
 def main(lab: ModuleType) -> None:
     """`python -m labs.NAME`: measure, write the table and the figure, print the table."""
     program = lab.__spec__.name.removesuffix(".__main__")
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage=argparse.SUPPRESS,  # an error is one line
-        description=lab.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(lab.__doc__, program)
     parser.add_argument("--seeds", type=int, help="runs of each arm (default: the page's)")
-    told = f"a toy: {QUICK} seeds; training runs: one short run of each arm, which shows nothing"
-    parser.add_argument("--quick", action="store_true", help=told)
+    quick = f"a toy: {QUICK} seeds; training runs: one short run of each arm, which shows nothing"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
     trains = is_training(lab)
@@ -78,12 +71,8 @@ def main(lab: ModuleType) -> None:
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
     kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
-    names = program.split(".")  # labs, the lab, and perhaps another program of it
-    folder = words.out / names[1]
+    folder = words.out / program.removeprefix("labs.")
     table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
-    if len(names) > 2:  # it has files of its own
-        table = folder / f"{names[2]}{kind}.json"
-        figure = table.with_suffix(".png")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = run(lab, table, seeds, words.quick)
@@ -91,8 +80,7 @@ def main(lab: ModuleType) -> None:
         if trains and words.quick:
             entitle(drawn, SMOKE)
             drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center")
-        with atomic_write(figure) as partial:
-            drawn.savefig(partial, dpi=150, format="png")
+        save(drawn, figure)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
     except KeyboardInterrupt:
@@ -102,7 +90,7 @@ def main(lab: ModuleType) -> None:
 
 def is_training(lab: ModuleType) -> bool:
     """Whether its arms are command lines of training runs; else it is a toy."""
-    return hasattr(lab, "COLUMNS") or hasattr(lab, "keep")
+    return hasattr(lab, "COLUMNS")
 
 
 def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
@@ -134,14 +122,13 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
             return lab.measure(arm, seed)
         flags = f"{SHORT} {getattr(lab, 'SHORT', '')}" if quick else ""
         damage = getattr(lab, "DAMAGE", {}).get(arm)
-        keep = getattr(lab, "keep", None) or partial(columns_of, names=lab.COLUMNS)
-        return trained(f"{lab.ARMS[arm]} {flags}", seed, keep, damage)
+        return trained(f"{lab.ARMS[arm]} {flags}", seed, lab.COLUMNS, damage)
 
     with ThreadPoolExecutor(2) as pool:  # an error cancels what has not begun
         done = pool.map(one, todo) if trains else map(one, todo)
         # disable=None: no bar where nobody watches, as in a file
-        for (_, arm), found in zip(todo, tqdm(done, total=len(todo), leave=False, disable=None)):
-            results[arm].append({key: plain(value) for key, value in found.items()})
+        for (_, arm), kept in zip(todo, tqdm(done, total=len(todo), leave=False, disable=None)):
+            results[arm].append({key: plain(value) for key, value in kept.items()})
             if trains:
                 write(table, head | {"results": results})
     if not trains:
@@ -164,21 +151,18 @@ def plain(value: object) -> object:
     return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
-def columns_of(lines: list[dict], names: tuple) -> dict:
+def columns_of(lines: list[dict], names: tuple[str, ...]) -> dict:
     """Columns of metrics.jsonl, each with its steps, as `name` and `name@`."""
-    found = {}
+    columns = {}
     for name in names:
-        found[f"{name}@"], found[name] = series(lines, name)
-    return found
+        columns[f"{name}@"], columns[name] = series(lines, name)
+    return columns
 
 
 def trained(
-    command: str,
-    seed: int,
-    keep: Callable[[list[dict]], dict],
-    damage: tuple[str, str] | None = None,
+    command: str, seed: int, names: tuple[str, ...], damage: tuple[str, str] | None = None
 ) -> dict:
-    """A training run as a process of one thread -> what `keep` makes of its metrics.jsonl. One that
+    """A training run as a process of one thread -> these columns of its metrics.jsonl. One that
     stopped itself is a result, too: `stopped` says why. One that somebody stopped, or that broke,
     is none."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -199,7 +183,7 @@ def trained(
         if code and not (code == 1 and ": error: " in said and (run / "metrics.jsonl").exists()):
             raise BadInput(f"{command} --seed {seed}: exit code {code}: {said}")
         lines = read_lines(run / "metrics.jsonl")
-    return keep(lines) | ({"stopped": said} if code else {})
+    return columns_of(lines, names) | ({"stopped": said} if code else {})
 
 
 def text(rows: list[list[str]]) -> str:
@@ -250,11 +234,6 @@ def high(name: str) -> Callable[[dict], float]:
     return lambda run: max(run[name])
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
-
-
 def tail(values: list[float], count: int = 20) -> float:
     """The mean of a series' last values."""
     return float(np.mean(values[-count:]))
@@ -272,6 +251,17 @@ def at_tokens(run: dict, thousands: float) -> float:
 
 
 # Figures
+
+
+def save(figure: object, path: Path) -> None:
+    """Write a figure as a PNG of 256 colours, which takes a third of the bytes."""
+    from PIL import Image  # here, as matplotlib below
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format="png")
+    with atomic_write(path) as partial:
+        picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        picture.save(partial, "png", optimize=True)
 
 
 def entitle(figure: object, words: str) -> None:
@@ -308,7 +298,7 @@ def line(axis: object, x: np.ndarray, runs: list[dict], name: str, colour: str, 
 
 
 def dots(axis: object, y: float, values: list[float], colour: str) -> None:
-    """A dot for each seed and a bar at their median, in a row of their own."""
+    """A dot for each seed and a bar at their median, in a row at this height."""
     axis.scatter(values, np.full(len(values), y), s=30, color=colour, alpha=0.5)
     axis.plot(np.median(values), y, "|", color=colour, markersize=16, markeredgewidth=3)
 

@@ -4,6 +4,7 @@ Plain gradient steps, no Adam and no gradient clipping: both hide how a loss wei
 """
 
 import importlib
+from pathlib import Path
 from collections.abc import Callable
 from types import ModuleType
 
@@ -22,7 +23,9 @@ def load(stem: str) -> ModuleType:
 
 def by_token(module: ModuleType) -> ModuleType:
     """The file with a loss that reads an advantage for each token, `token_advantages [N, T]`."""
-    return checks.mutate(module, "A = batch.advantages[:, None]", "A = batch.token_advantages")
+    source = Path(module.__file__).read_text("utf-8")
+    source = source.replace("batch.advantages[:, None]", "batch.token_advantages")
+    return checks.module_from(source, module)
 
 
 def start(p: float, size: int) -> Tensor:
@@ -48,14 +51,14 @@ def gradient(
     logits: Tensor,
     tokens: Tensor,
     read: Callable[[Tensor, Tensor], Tensor] = logprobs,
-    **given: Tensor,
+    **columns: Tensor,
 ) -> Tensor:
-    """∇ of the file's loss, without a KL term, by the logits; `given`: old_logp, advantages, ...
+    """∇ of the file's loss, without a KL term, by the logits; columns: old_logp, advantages, ...
 
     `read(logits, tokens)` are the log-probs `[N, T]`.
     """
     logits = logits.detach().requires_grad_()
     logp = read(logits, tokens)  # [N, T]
-    given = {"mask": torch.ones_like(logp)} | given
-    loss, _ = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **given)
+    columns = {"mask": torch.ones_like(logp)} | columns
+    loss = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **columns)
     return torch.autograd.grad(loss, logits)[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from common.reward import Verifier
 from common.tiny.arithmetic import arithmetic_reward
-from checks import terms
+from checks import measured, terms
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 
@@ -38,9 +38,10 @@ def policy_loss(
         args.beta = 0.0
     columns = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
     columns |= {"ref_logp": ref_logp, "entropy": entropy, "advantages": advantages, "mask": mask}
-    loss, count, stats = terms(module, replace(args, **hparams), **columns)
+    args = replace(args, **hparams)
+    loss, count = terms(module, args, **columns)
     means = {}
-    for name, (total, number) in stats.items():
+    for name, (total, number) in measured(module, args, **columns).items():
         means[name] = float(total if number is None else total / number)
     return loss / count, means
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from common.distributed import setup
 from common.model import load_model
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tools.maintain.shapes import byte_tokenizer
 from tests.helpers import SMALL, run_here
 
 torch.set_num_threads(1)
@@ -60,7 +60,13 @@ def finished(tmp_path_factory):
 def words(tmp_path_factory):
     """A folder with an untrained model that reads and writes any text, a token per byte."""
     folder = tmp_path_factory.mktemp("words")
-    byte_tokenizer(258).save_pretrained(folder)
+    vocabulary = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    core = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    marks = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **marks).save_pretrained(folder)
     shape = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, "vocab_size": 258}
     shape |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     shape |= {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}

@@ -216,7 +216,8 @@ def refused(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *words: ob
     program = str(words[0])
     patch.chdir(ROOT)
     patch.setattr(sys, "argv", [*map(str, words)])
-    patch.delitem(sys.modules, program, raising=False)  # as if nobody had imported it
+    for name in (program, f"{program}.__main__"):  # as if nobody had imported it
+        patch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as stop:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     said = capsys.readouterr()

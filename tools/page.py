@@ -9,7 +9,7 @@ prompt, responses, reward, Â, and every token. The token's colour is the factor
 the update that trained it, or another number: the ratio to π_old, the entropy, the gap between
 sampler and trainer, the KL to the reference.
 
-The page's form and its program are in tools/page.html; tools/look.* is shared with tools.reader.
+The page's form and its program are in tools/page.html; tools/look.* is shared with tools.explorer.
 """
 
 import importlib
@@ -18,10 +18,9 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from common.alarm import alarms, stored_rules
 from common.cli import BadInput, in_one_line
 from common.curves import ROUNDING
-from common.run import read_lines, saved_config
+from common.run import ending_of, read_lines, saved_config, summary_of
 
 from checks.files import MODULES
 from tools import arguments
@@ -99,13 +98,13 @@ def run_data(folder: Path, every: int) -> dict:
     chosen = [step for step in stored if step % every == 0 or step in (stored[0], stored[-1])]
     chosen = {*chosen[:: math.ceil(len(chosen) / MOST)], chosen[-1]}
     metrics = read_lines(folder / "metrics.jsonl")
-    sounded = {alarm.rule.metric: alarm for alarm in alarms(metrics, stored_rules())}
+    evaluated = any("greedy" in row for row in metrics)
     return {
         "name": folder.resolve().name,
+        "ending": ending_of(summary_of(metrics)) if evaluated else "",
         "algorithm": config["algorithm"],
         "flags": flags_of(config),
-        "curves": curves_of(metrics, [*config["acted"], *sounded]),
-        "alarms": {name: [alarm.step, str(alarm)] for name, alarm in sounded.items()},
+        "curves": curves_of(metrics, list(config["acted"])),
         "examples": [row for row in rows if "example" in row],
         "stored": len(stored),
         "rows": [shortened(row) for row in groups if row["step"] in chosen],

@@ -37,7 +37,7 @@ for prompts, steps in ((16, 240), (4, 240), (1, 960)):
     arm, P = f"on-policy, {8 * prompts} a step", f" --prompts_per_step {prompts}"
     often = f" --steps {steps} --warmup {steps // 12} --eval_every {steps // 6}"
     ARMS[arm], SEEN[arm] = f"{ANEW}{P if prompts < 16 else ''}{often}", 8 * prompts
-COLUMNS = ("greedy", "sampled", "clip_share", "ref_kl", "response_len", "grad_norm")
+COLUMNS = ("greedy", "clip_share")
 COLOURS = {"clip": lab.BLUE, "no clip": lab.ORANGE, "no min": lab.GREY, "on-policy": lab.BLACK}
 SEEDS = 5
 

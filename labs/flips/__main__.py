@@ -5,8 +5,8 @@ that a flipped router, a stale sampler or another precision causes: 5% of the lo
 ±4. The wrong log-prob is π_old (which the trainer computed), or μ (which the sampler reported), or
 both by the same amount, as where a trainer uses the sampler's numbers as π_old. There are 40
 rollouts of 16 groups of 8, with four plain gradient steps on each. DPPO sums over tokens where the
-other losses take means, so its learning rate is divided by their number. All losses are given
-grpo.py's advantages.
+other losses take means, so its learning rate is divided by their number. All losses have grpo.py's
+advantages.
 
     python -m labs.flips
 """
@@ -37,16 +37,18 @@ T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
 def measure(arm: str, seed: int) -> dict:
-    """Probability that the first 4 are right, and mean entropy of the other 36, after each
-    rollout."""
+    """Rollouts until the first 4 are right in half of the responses; at the end their probability
+    and the mean entropy of the other 36."""
     (stem, flags), generator = FILES[ARMS[arm]], torch.Generator().manual_seed(seed)
     module, logits = toy.load(stem), torch.zeros(T, V, dtype=torch.float64)
     logits[:DECIDE, 0] = 0.5
-    success, entropy = [], []
-    for _ in range(ROLLOUTS):
+    until = np.inf
+    for rollout in range(ROLLOUTS):
         chances = logits.softmax(-1)  # [T, V]
-        success.append(chances[:DECIDE, 0].prod().item())
-        entropy.append(-(chances * chances.log())[DECIDE:].sum(-1).mean().item())
+        success = chances[:DECIDE, 0].prod().item()
+        entropy = -(chances * chances.log())[DECIDE:].sum(-1).mean().item()
+        if success > 0.5:
+            until = min(until, rollout)
         tokens = toy.sample(logits, P * G, generator)  # [N, T]
         rewards = (tokens[:, :DECIDE] == 0).all(dim=1).double().view(P, G)  # [P, G]
         noise = torch.rand(2, *tokens.shape, generator=generator)  # [2, N, T]
@@ -58,38 +60,23 @@ def measure(arm: str, seed: int) -> dict:
         for _ in range(STEPS):
             step = LR / T if stem == "dppo" else LR
             logits = logits - step * toy.gradient(module, flags, logits, tokens, **held)
-    return {"success": success, "entropy": entropy}
-
-
-def ends(results: dict) -> dict[str, list[dict]]:
-    """The table's numbers of each run, against the clean run of the same loss and seed."""
-    found = {}
-    for arm, runs in results.items():
-        found[arm] = []
-        for run, clean in zip(runs, results[f"{ARMS[arm]}, clean"]):
-            until, its = (when(one["success"]) for one in (run, clean))
-            entropy, left = run["entropy"][-1], clean["entropy"][-1]
-            found[arm].append({"until": until, "later": until > its, "end": run["success"][-1]})
-            found[arm][-1] |= {"entropy": entropy, "lost": left - entropy}
-    return found
-
-
-def when(success: list[float]) -> float:
-    return next((i for i, p in enumerate(success) if p > 0.5), np.inf)
+    return {"until": until, "end": success, "entropy": entropy}
 
 
 def rows(results: dict) -> list[list[str]]:
+    """Each run against the clean run of the same loss and seed."""
     head = "rollouts until success > 1/2", "later than clean", "success at the end"
     table = [["arm", *head, "entropy at the end", "entropy lost to clean"]]
-    for arm, runs in ends(results).items():
-        clean = arm.endswith("clean")
-        later = "–" if clean else f"{sum(run['later'] for run in runs)} of {len(runs)}"
-        until, end, entropy = (
-            lab.cell(runs, name, form)
-            for name, form in (("until", ".0f"), ("end", ".2f"), ("entropy", ".2f"))
-        )
-        table.append([arm, until, later, end, entropy])
-        table[-1].append("–" if clean else lab.cell(runs, "lost").replace("-0.00", "0.00"))
+    for arm, runs in results.items():
+        later = lost = "–"
+        if not arm.endswith("clean"):
+            pairs = list(zip(runs, results[f"{ARMS[arm]}, clean"]))
+            slower = [run["until"] > clean["until"] for run, clean in pairs]
+            losses = [{"lost": clean["entropy"] - run["entropy"]} for run, clean in pairs]
+            later = f"{sum(slower)} of {len(runs)}"
+            lost = lab.cell(losses, "lost").replace("-0.00", "0.00")
+        until, end = lab.cell(runs, "until", ".0f"), lab.cell(runs, "end")
+        table.append([arm, until, later, end, lab.cell(runs, "entropy"), lost])
     return table
 
 
@@ -100,13 +87,13 @@ COLOURS |= {"wrong μ": lab.BLUE, "both wrong": lab.ORANGE}
 def draw(results: dict) -> object:
     words = ("rollouts until success > 1/2", "entropy of the other 36 tokens at the end")
     figure, axes = lab.sheet(TITLE, *words, width=10, height=5)
-    found, names = ends(results), list(FILES)
+    names = list(FILES)
     for axis, column in zip(axes, ("until", "entropy")):
         for place, (how, colour) in enumerate(COLOURS.items()):
             for row, name in enumerate(names):
-                if f"{name}, {how}" not in found:
+                if f"{name}, {how}" not in results:
                     continue
-                values = lab.over(found[f"{name}, {how}"], column)
+                values = lab.over(results[f"{name}, {how}"], column)
                 middle, low, high = np.minimum(values, ROLLOUTS)  # never: at the edge
                 y = row + 0.18 * (place - 1.5)
                 axis.plot((low, high), (y, y), color=colour, linewidth=1.5, alpha=0.6)

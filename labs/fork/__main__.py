@@ -3,7 +3,7 @@
 One prompt has ten possible answers of one token. The right one has probability 0.001. A rollout has
 32 groups of 16 answers and serves 16 plain gradient steps, enough for a clip to matter. Then the
 lab measures what one rollout adds to other probabilities, at this learning rate, at twice and at
-five times this rate. All losses are given grpo.py's advantages. (DPPO's own have no std, which is
+five times this rate. All losses have grpo.py's advantages. (Those of DPPO have no std, which is
 another question.)
 
     python -m labs.fork
@@ -61,14 +61,15 @@ def measure(arm: str, seed: int) -> dict:
         curve.append(logits.softmax(-1)[0, 0].item())
         logits = rollout(arm, logits, LR, generator)
     until = next((i for i, p in enumerate(curve) if p > 0.5), np.nan)
-    found = {"p": curve, "rollouts": until}
+    numbers = {"p": curve, "rollouts": until}
     for times in TIMES:
-        found[f"added {times}"] = added = []
+        added = []
         for p in STARTS:
             before = toy.start(p, ANSWERS)[None]  # [1, V]
             after = rollout(arm, before, times * LR, generator)
             added.append(after.softmax(-1)[0, 0].item() - p)
-    return found
+        numbers[f"added {times}"] = added
+    return numbers
 
 
 def rows(results: dict) -> list[list[str]]:

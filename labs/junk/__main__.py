@@ -65,22 +65,23 @@ def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tens
 def exact_advantages(task: str, chances: Tensor, tokens: Tensor, right: Tensor) -> Tensor:
     """`[N, T]`: the change of the chance of a right response, Q - V, by each token, over the
     group's std; 0 where all rewards are equal, as with GRPO. A coin's part belongs to no token."""
-    found = torch.zeros(tokens.shape, dtype=torch.float64)  # junk: no token changes it
+    credit = torch.zeros(tokens.shape, dtype=torch.float64)  # junk: no token changes it
     first = tokens[:, 0] == 0  # [N]
     if task == "fork":
-        found[:, 0] = first.double() - chances[0, 0]
+        credit[:, 0] = first.double() - chances[0, 0]
     if task == "spark":
         second = chances[1, 0]  # of a right second token
         value = torch.zeros(V, dtype=torch.float64)  # of each first token
         value[0], value[1] = second, 0.5
-        found[:, 0] = value[tokens[:, 0]] - chances[0] @ value
-        found[:, 1] = ((tokens[:, 1] == 0).double() - second) * first
+        credit[:, 0] = value[tokens[:, 0]] - chances[0] @ value
+        credit[:, 1] = ((tokens[:, 1] == 0).double() - second) * first
     std = right.double().view(P, G).std(dim=1).repeat_interleave(G)[:, None]  # [N, 1]
-    return torch.where(std > 0, found / (std + 1e-6), 0)
+    return torch.where(std > 0, credit / (std + 1e-6), 0)
 
 
 def measure(arm: str, seed: int) -> dict:
-    """The mean probability of junk, or that of the right first token, after each rollout."""
+    """The mean probability of junk, or that of the right first token, by rollout; at the spark only
+    when it passes 1/2."""
     task, file = ARMS[arm]
     generator = torch.Generator().manual_seed(seed)
     credited = arm.endswith(CREDIT)
@@ -103,24 +104,23 @@ def measure(arm: str, seed: int) -> dict:
             held["token_advantages"] = exact_advantages(task, chances, tokens, right)
         for _ in range(STEPS[task]):
             logits = logits - lr * toy.gradient(module, {}, logits, tokens, **held)
-    found = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
-    lowest = {"lowest": min(curve)} if task == "spark" else {}
-    return {"p": curve[::EVERY], "start": curve[0], "end": curve[-1], "found": found} | lowest
+    until = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
+    numbers = {"start": curve[0], "end": curve[-1], "until": until}
+    return numbers | ({"lowest": min(curve)} if task == "spark" else {"p": curve[::EVERY]})
 
 
 def rows(results: dict) -> list[list[str]]:
-    head = ["arm", "p at the end", "rose in", "found by", "rollouts until found", "lowest p"]
-    table = [head]
+    table = [["arm", "p at the end", "rose in", "found by", "rollouts until found", "lowest p"]]
     for arm, runs in results.items():
         of = f" of {len(runs)}"
         if "junk" in arm:
             rose = sum(run["end"] > run["start"] for run in runs)
             table.append([arm, lab.cell(runs, "end", ".4f"), f"{rose}{of}", "–", "–", "–"])
             continue
-        found = f"{sum(np.isfinite(run['found']) for run in runs)}{of}"
+        by = f"{sum(np.isfinite(run['until']) for run in runs)}{of}"
         end = lab.cell(runs, "end", ".4f") if "fork" in arm else "–"
         lowest = lab.cell(runs, "lowest", ".4f") if "spark" in arm else "–"
-        table.append([arm, end, "–", found, lab.cell(runs, "found", ".0f"), lowest])
+        table.append([arm, end, "–", by, lab.cell(runs, "until", ".0f"), lowest])
     return table
 
 
@@ -151,10 +151,10 @@ def draw(results: dict) -> object:
     for axis, (task, labels) in zip(axes, LABELS.items()):
         for name, (x, y, text) in labels.items():
             runs = results[f"{task}, {name}"]
-            at = EVERY * np.arange(len(runs[0]["p"]))
+            at = np.arange(0, ROLLOUTS[task], EVERY)
             colour, dashed = COLOURS[name], "--" if (task, name) == ("fork", "top 20%") else "-"
             if task == "spark":
-                share = [np.mean([run["found"] <= rollout for run in runs]) for rollout in at]
+                share = [np.mean([run["until"] <= rollout for run in runs]) for rollout in at]
                 axis.step(at, share, color=colour, linewidth=2, where="post")
             else:
                 lab.line(axis, at, runs, "p", colour, linestyle=dashed)

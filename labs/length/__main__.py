@@ -26,10 +26,10 @@ ARMS = {
     "constant (dr_grpo)": ("dr_grpo", {"max_new_tokens": 60}, 12.0),
 }
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
-LOWER = {
-    "right": list(ARMS)[0:1] + list(ARMS)[2:3],
-    "wrong": list(ARMS)[3:],
-}  # of two lines that end together
+LOWER = {  # of two lines that end together
+    "right": ["1/|y| (grpo)", "token mean (justrl)"],
+    "wrong": ["constant (dr_grpo)"],
+}
 UNDER = "right", "1/|y| (grpo)"
 P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
@@ -63,8 +63,8 @@ def measure(arm: str, seed: int) -> dict:
         held["advantages"] = module.advantages(rewards).flatten()
         logits = logits - rate * LR * toy.gradient(module, flags, logits, stop, read, **held)
     right, wrong = zip(*lengths)
-    found = {"right": right[::EVERY], "wrong": wrong[::EVERY]}
-    return found | {"right end": right[-1], "wrong end": wrong[-1]}
+    curves = {"right": right[::EVERY], "wrong": wrong[::EVERY]}
+    return curves | {"right end": right[-1], "wrong end": wrong[-1]}
 
 
 def rows(results: dict) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 Each of the 30 tokens is right with probability 0.97. The last one, of 20, is right with probability
 0.03, 0.001 or 0.0002. All must be right for a reward. There are 4 prompts with 8 responses each.
-DEEP-GRPO cuts a failed response at a multiple of five tokens, chosen by its own `choose_pivot`, and
+DEEP-GRPO cuts a failed response at a multiple of five tokens, chosen by its `choose_pivot`, and
 samples 8 new ends. *Same tokens* has no branches and three times the responses. The optimiser is
 Adam, at two learning rates. With plain steps a method that averages over fewer tokens, as branches
 do, would take longer steps.
@@ -36,8 +36,8 @@ BOUNDARIES = set(range(4, EASY, 5))
 
 def measure(arm: str, seed: int) -> dict:
     """Steps and tokens until half of all responses succeed; the step of the first success in what
-    was sampled, and the steps from there; tokens per step, and tries per step: samples whose easy
-    tokens are all right."""
+    was sampled, and the steps from there; tries per step: samples whose easy tokens are all right.
+    """
     (lr, p, way), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     logits = torch.zeros(EASY + 1, V, dtype=torch.float64)  # [T, V]
     logits[:EASY, 2:] = -1e9  # the easy ones are of two
@@ -63,12 +63,12 @@ def measure(arm: str, seed: int) -> dict:
                 sampled.append(grown)
                 tokens += K * (EASY + 1 - cut)
                 if 0 < outcome.sum() < K:
-                    own = (torch.arange(EASY + 1) >= cut).double().expand(K, -1)  # [K, T]
-                    rows.append((grown, own, deep.advantages(outcome[None])[0]))
+                    ending = (torch.arange(EASY + 1) >= cut).double().expand(K, -1)  # [K, T]
+                    rows.append((grown, ending, deep.advantages(outcome[None])[0]))
             batch, mask, A = (torch.cat(columns) for columns in zip(*rows))
-            own = mask[len(main) :].sum()  # []: tokens of branches
+            T_branch = mask[len(main) :].sum()  # []
             branch = torch.zeros(len(batch), dtype=torch.float64)  # [N + branches]
-            branch[len(main) :] = main.numel() / own.clamp(min=1)  # T_main / T_branch
+            branch[len(main) :] = main.numel() / T_branch.clamp(min=1)
         tokens += main.numel()
         every = torch.cat(sampled) == 0  # [N + all branches, T]
         tries += every[:, :EASY].all(dim=1).sum().item()
@@ -76,9 +76,16 @@ def measure(arm: str, seed: int) -> dict:
         held = {"old_logp": toy.logprobs(logits, batch), "advantages": A, "mask": mask}
         logits.grad = toy.gradient(deep, {}, logits, batch, **held, branch=branch)
         adam.step()
-    need = (steps, tokens) if done else (np.inf, np.inf)
-    found = {"steps": need[0], "tokens": need[1], "first": first, "climb": need[0] - first}
-    return found | {"per step": tokens / steps, "tries": tries / steps}
+    tries /= steps
+    if not done:
+        steps = tokens = np.inf
+    return {
+        "steps": steps,
+        "tokens": tokens,
+        "first": first,
+        "climb": steps - first,
+        "tries": tries,
+    }
 
 
 def wins(results: dict, arm: str, other: str) -> str:

@@ -46,7 +46,7 @@ QUANTISED = (
     "from labs.mismatch.quantised import engine_of, evaluate\n\nmake_engine = engine_of(3)",
 )
 DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
-COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
+COLUMNS = ("greedy", "sampled", "sampler_kl")
 COLUMNS += ("policy_greedy", "policy_sampled")  # only the arms of three bits have them
 COLOURS = {"weight π/μ": lab.BLUE, "no weight": lab.ORANGE, "weight and replay r3": lab.GREEN}
 COLOURS["replay r3 alone"] = lab.PINK
@@ -54,7 +54,7 @@ SEEDS, LOW = 5, 0.5
 
 
 def rows(results: dict) -> list[list[str]]:
-    """The policy's own accuracy has columns of its own."""
+    """The accuracy of the policy itself has two columns more."""
     numbers = {
         "greedy at the end": (lab.last("greedy"), ".2f"),
         "sampled at the end": (lab.last("sampled"), ".2f"),

@@ -1,7 +1,4 @@
-"""A sampler of a few levels, and an evaluation of both sampler and policy, for the labs mismatch
-and drift.
-
-    python -m labs.mismatch.quantised LEVELS FILE FLAGS...
+"""A sampler of a few levels, and an evaluation of both sampler and policy, for the lab mismatch.
 
 `engine_of(levels)` and `evaluate` replace `make_engine` and `evaluate` in a copy of a file. The
 parameters of every layer become whole numbers from -levels to levels times their row's scale.
@@ -10,16 +7,12 @@ is the whole gap. Held-out problems are answered by this sampler (`greedy`, `sam
 policy (`policy_greedy`, `policy_sampled`).
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from checks.files import PATHS
 from common import metrics, rollout
-from common.launch import launch
 from torch import nn
 
-from labs.race.stresses import load, quantise
+from labs.stresses import quantise
 
 
 def engine_of(levels: int) -> Callable:
@@ -43,16 +36,9 @@ def engine_of(levels: int) -> Callable:
 
 def evaluate(engine: object, *args: object) -> dict:
     """Both accuracies of the sampler, and both of the policy."""
-    found = metrics.evaluate(engine, *args)
+    of_sampler = metrics.evaluate(engine, *args)
     engine.sync(engine.policy, rounded=False)
-    itself = metrics.evaluate(engine, *args)
+    of_policy = metrics.evaluate(engine, *args)
     engine.sync(engine.policy)
-    return found | {f"policy_{name}": value for name, value in itself.items() if name != "example"}
-
-
-if __name__ == "__main__":  # one run of a file with such a sampler
-    levels, file, *flags = sys.argv[1:]
-    module = load(PATHS[Path(file).stem])
-    module.make_engine, module.evaluate = engine_of(int(levels)), evaluate
-    sys.argv = [file, *flags]
-    launch(module.main, module.Args)
+    of_policy.pop("example", None)
+    return of_sampler | {f"policy_{name}": value for name, value in of_policy.items()}

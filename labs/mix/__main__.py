@@ -24,7 +24,7 @@ FILES = {
     "DAPO": "-m variants.dapo",
 }
 ARMS = {arm: f"{file} {FLAGS}" for arm, file in FILES.items()}
-COLUMNS = ("greedy", "sampled", "zero_groups", "response_len", "tokens")
+COLUMNS = ("greedy", "sampled", "zero_groups", "tokens")
 COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE, lab.GREEN, lab.BLACK)))
 SEEDS = 5
 

@@ -1,16 +1,16 @@
-"""Trains a file in the form of grpo.py under eleven stresses (stresses.py), and ranks it.
+"""Trains a file in the form of grpo.py under the stresses of labs/stresses.py, and ranks it.
 
-    python -m labs.race my_method.py               eleven stresses, three seeds: about half an hour
+    python -m labs.race my_method.py               three seeds: about half an hour
     python -m labs.race my_method.py --seeds 1 --steps 8 --out try.json       does it run at all?
     python -m labs.race grpo.py --model FOLDER --task gsm8k --steps 30 --out table.json
-    python -m labs.race --redraw                      only the pictures of the shipped table
+    python -m labs.race --table "lr x3"       every method's score, the best one first
+    python -m labs.race --redraw              only the picture of the shipped table
 
 FILE comes first. Flags that are not listed below are handed to every run. They make another race,
-which needs a table of its own; a table may have the rows of several files. Finished runs are kept,
-and the same command continues after an interruption. docs/stability.md explains the scores.
+which needs another table; a table may have the rows of several files. Finished runs are kept, and
+the same command continues after an interruption. docs/stability.md explains the scores.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -19,16 +19,19 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.cli import BadInput, blame, in_one_line
-from common.run import atomic_write, read_lines
+from common.cli import BadInput, in_one_line
+from common.launch import parse
+from common.run import read_lines
+from tools import arguments
 
 from labs import lab
-from labs.race.stresses import STRESSES, load, put_under
+from labs.stresses import STRESSES, stressed
 
 TABLE = ROOT / "labs/race/table.json"
 # No run ends because its sampler differs from the trainer (the last flag): that is measured here.
@@ -75,7 +78,7 @@ def last_value(words: str, flag: str) -> int:
 
 
 def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dict:
-    """One run, as a process of its own -> what is stored of it, or why it `broke`."""
+    """One run in a new process -> what is stored of it, or why it `broke`."""
     rows = last_value(budget, "--prompts_per_step") * last_value(budget, "--group_size")
     words = shlex.split(f"{budget} {flags} {STRESSES[stress].flags(rows)} --seed {seed}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
@@ -83,7 +86,7 @@ def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dic
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         run = f"{folder}/run"
-        command = [sys.executable, "-m", "labs.race.stresses", str(file), stress, *words]
+        command = [sys.executable, "-m", "labs.stresses", str(file), stress, *words]
         command += ["--run_dir", run]
         output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ended = subprocess.run(command, env=environment, **output)
@@ -101,7 +104,7 @@ def outcome(run: Path, code: int, said: str, budget: str) -> dict:
         return {"broke": f"exit code {code}: {said[-200:]}"}
     thousands = np.cumsum([line.get("tokens", 0) / 1000 for line in lines])
     places = [place for place, line in enumerate(lines) if "sampled" in line]
-    found = {
+    stored_run = {
         "at": [lines[place]["step"] for place in places],
         "sampled": [round(lines[place]["sampled"], 4) for place in places],
         "thousands": [round(float(thousands[place]), 3) for place in places],
@@ -109,7 +112,7 @@ def outcome(run: Path, code: int, said: str, budget: str) -> dict:
     }
     acted = next(iter(json.loads((run / "config.json").read_text())["acted"]))
     late = {name: mean(lines[-LATE:], name) for name in DIARY}
-    return found | {"acted": mean(lines, acted), "late": late}
+    return stored_run | {"acted": mean(lines, acted), "late": late}
 
 
 def mean(lines: list[dict], name: str) -> float:
@@ -118,7 +121,7 @@ def mean(lines: list[dict], name: str) -> float:
     return float(f"{sum(values) / max(1, len(values)):.3g}")
 
 
-def run_row(name: str, file: Path, path: Path, budget: str, words: argparse.Namespace) -> int:
+def run_row(name: str, file: Path, path: Path, budget: str, words: Namespace) -> int:
     """Run what the table lacks of a row, a seed after the other; returns how many runs broke."""
     table, broken = stored(path, budget), 0
     stresses = words.stresses or list(STRESSES)
@@ -127,14 +130,14 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: argparse.Name
         jobs = [job for job in jobs if not STRESSES[job[0]].uninformative]
     jobs = [job for job in jobs if job[1] not in [r["seed"] for r in runs_of(table, name, job[0])]]
     with ThreadPoolExecutor(words.workers) as pool:
-        found = pool.map(lambda job: measured(file, words.flags, *job, budget), jobs)
-        for (stress, seed), run in zip(jobs, found):
+        runs = pool.map(lambda job: measured(file, words.flags, *job, budget), jobs)
+        for (stress, seed), run in zip(jobs, runs):
             if "broke" in run:
                 broken += 1
             else:
                 keep(path, table, name, stress, run)
-            told = run.get("broke") or f"{score(run):.3f}"
-            print(f"{name}, {stress}, seed {seed}: {told}", flush=True)
+            verdict = run.get("broke") or f"{score(run):.3f}"
+            print(f"{name}, {stress}, seed {seed}: {verdict}", flush=True)
     return broken
 
 
@@ -174,8 +177,10 @@ def sign(table: dict, method: str, stress: str) -> str:
     few = min(len(ours), len(theirs))
     if few < SEEDS or method == "grpo":
         return ""
-    found = "+" if min(ours) > max(theirs) else "-" if max(ours) < min(theirs) else ""
-    return found + "?" if found and few < ENOUGH else found
+    doubt = "?" if few < ENOUGH else ""
+    if min(ours) > max(theirs):
+        return f"+{doubt}"
+    return f"-{doubt}" if max(ours) < min(theirs) else ""
 
 
 def cell(table: dict, method: str, stress: str, seeds: bool = True) -> str:
@@ -189,22 +194,44 @@ def cell(table: dict, method: str, stress: str, seeds: bool = True) -> str:
 
 def ranking(table: dict, method: str) -> list[list[str]]:
     """A line for each stress: the method's score, grpo.py's, and the method's place."""
-    told = [["stress", method, "grpo", "place"]]
+    rows = [["stress", method, "grpo", "place"]]
     for stress in [*columns(table), "worst cell"]:
-        own = median(table, method, stress)
+        ours = median(table, method, stress)
         values = [median(table, name, stress) for name in methods(table)]
         known = [value for value in values if value is not None]
-        place = 1 + sum(value > own for value in known) if own is not None else "–"
-        scored = [cell(table, name, stress) for name in (method, "grpo")]
-        told.append([stress, *scored, f"{place} of {len(known)}"])
-    return told
+        place = 1 + sum(value > ours for value in known) if ours is not None else "–"
+        cells = [cell(table, name, stress) for name in (method, "grpo")]
+        rows.append([stress, *cells, f"{place} of {len(known)}"])
+    return rows
 
 
-def draw(table: dict, names: list[str], path: Path) -> None:
-    """A heat map of these rows, dark for low, with a number in every cell."""
+def at_equal_tokens(table: dict, method: str, stress: str) -> float:
+    """A cell's median score, had its runs been measured when they had sampled as many tokens as
+    grpo.py's runs had (their median) at the measurements of a score."""
+    of_grpo = [run["thousands"][-LAST:] for run in runs_of(table, "grpo", stress)]
+    spent = np.median(of_grpo, axis=0)  # [LAST]
+    runs = runs_of(table, method, stress)
+    return float(np.median([np.interp(spent, r["thousands"], r["sampled"]).mean() for r in runs]))
+
+
+def standings(table: dict, stress: str) -> list[list[str]]:
+    """A line for each method that was run under this stress, the best one first."""
+    others = [other for other in ("none", "worst cell") if other != stress]
+    rows = [["method", stress, "at grpo's tokens", *others, "thousand tokens"]]
+    names = [name for name in methods(table) if runs_of(table, name, stress)]
+    for name in sorted(names, key=lambda name: -median(table, name, stress)):
+        tokens = np.median([run["tokens"] for run in runs_of(table, name, stress)])
+        equal = at_equal_tokens(table, name, stress)
+        beside = [cell(table, name, other, seeds=False) for other in others]
+        rows.append([name, cell(table, name, stress), f"{equal:.2f}", *beside, f"{tokens:.0f}"])
+    return rows
+
+
+def draw(table: dict, path: Path) -> None:
+    """A heat map of all rows, dark for low, with a number in every cell."""
     from matplotlib.figure import Figure  # here: it takes a second
 
-    heads = [*columns(table), "worst cell"]
+    names, heads = methods(table), [*columns(table), "worst cell"]
     medians = [[median(table, name, head) for head in heads] for name in names]
     figure = Figure(figsize=(12.5, 2.0 + 0.27 * len(names)), layout="constrained")
     axis = figure.subplots()
@@ -215,7 +242,7 @@ def draw(table: dict, names: list[str], path: Path) -> None:
             words = cell(table, name, head, seeds=False)
             colour = "white" if words < "0.60" else "black"
             axis.text(x + 0.5, y + 0.5, words, color=colour, ha="center", va="center")
-    axis.set_xticks(np.arange(len(heads)) + 0.5, [textwrap.fill(head, 13) for head in heads])
+    axis.set_xticks(np.arange(len(heads)) + 0.5, [textwrap.fill(head, 12) for head in heads])
     axis.set_yticks(np.arange(len(names)) + 0.5, names)
     axis.invert_yaxis()
     axis.axvline(len(heads) - 1, color="black", linewidth=2)
@@ -223,24 +250,23 @@ def draw(table: dict, names: list[str], path: Path) -> None:
     words = "Medians over seeds. + or -: all seeds above, or below, all of grpo's (?: fewer than 5)"
     axis.set_xlabel(words, loc="left")
     lab.entitle(figure, "Held-out accuracy at the end of training, under each stress")
-    with atomic_write(path) as partial:
-        figure.savefig(partial, dpi=130, format="png", metadata={"Software": None})
+    lab.save(figure, path)
 
 
-def redraw() -> None:
-    """The two pictures of the shipped table, both with plain grpo.py."""
-    table = stored(TABLE, BUDGET)
-    variants = [name for name in methods(table) if (ROOT / f"variants/{name}.py").exists()]
-    nine = [name for name in methods(table) if name not in variants]
-    draw(table, nine, ROOT / "docs/stability.png")
-    draw(table, ["grpo", *variants], ROOT / "docs/stability-variants.png")
+def check_flags(file: Path, flags: str) -> None:
+    """BadInput, before any run, for a file of another form and for a flag that it does not have."""
+    module, argv = stressed(file, "none"), sys.argv
+    try:
+        sys.argv = [file.name, *shlex.split(flags)]
+        parse(module.Args)
+    finally:
+        sys.argv = argv
 
 
-def enter(words: argparse.Namespace, budget: str) -> int:
+def enter(words: Namespace, budget: str) -> int:
     """Run a file's row, draw its table and print its places; returns how many of its runs broke."""
-    file = Path(words.file).resolve()
-    with blame(f"{file}: not a file in the form of grpo.py"):
-        put_under(load(file), STRESSES["none"])
+    file = words.file.resolve()
+    check_flags(file, f"{budget} {words.flags}")
     name = f"{file.stem} {words.flags}".strip()
     text = file.read_bytes() + f"{words.flags} {budget}".encode()  # another text: another table
     key = hashlib.sha256(text).hexdigest()[:8]
@@ -251,35 +277,37 @@ def enter(words: argparse.Namespace, budget: str) -> int:
     if budget == BUDGET and path.resolve() != TABLE:  # beside the shipped rows of other names
         others = [one for one in stored(TABLE, BUDGET)["cells"] if one["method"] != name]
         table["cells"] += others
-    draw(table, methods(table), path.with_suffix(".png"))
+    draw(table, path.with_suffix(".png"))
     print("", lab.text(ranking(table, name)), "", path, sep="\n")
     return broken
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="labs.race",
-        usage=argparse.SUPPRESS,  # an error is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", nargs="?", help="a file in the form of grpo.py")
-    parser.add_argument("--flags", default="", help='the method\'s own: --flags="--lr 1e-4"')
+    parser = arguments(__doc__, "labs.race")
+    parser.allow_abbrev = False  # --s is no flag of ours
+    parser.add_argument("file", nargs="?", type=Path, help="a file in the form of grpo.py")
+    parser.add_argument("--flags", default="", help='of the method: --flags="--lr 1e-4"')
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")
     choice = {"choices": STRESSES, "metavar": "STRESS", "help": "default: all"}
     parser.add_argument("--stresses", nargs="+", **choice)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, help="the table (default: runs/race/FILE-....json)")
+    choice = {"choices": STRESSES, "metavar": "STRESS", "nargs": "?", "const": "none"}
+    parser.add_argument("--table", **choice, help="only print a table, sorted (default: none)")
     parser.add_argument("--redraw", action="store_true", help="only draw the shipped table")
     words, more = parser.parse_known_args()
-    if bool(words.file) == words.redraw or min(words.seeds, words.workers) < 1:
-        parser.error("give FILE or --redraw; --seeds and --workers of 1 or more")
+    if sum(map(bool, (words.file, words.table, words.redraw))) != 1:
+        parser.error("give one of FILE, --table and --redraw")
+    if min(words.seeds, words.workers) < 1:
+        parser.error("--seeds and --workers: must be 1 or more")
     added = [part for word in more for part in word.split("=", 1)]
     budget = f"{BUDGET} {shlex.join(added)}".strip()
     try:
-        if words.redraw:
-            redraw()
+        if words.table:
+            table = json.loads((words.out or TABLE).read_text(encoding="utf-8"))
+            print(lab.text(standings(table, words.table)))
+        elif words.redraw:
+            draw(stored(TABLE, BUDGET), ROOT / "docs/stability.png")
         elif enter(words, budget):  # some runs broke
             sys.exit(1)
     except (BadInput, OSError) as error:

@@ -1,4 +1,4 @@
-"""SmolLM2 after a short warm start, for the ten panels of this lab.
+"""SmolLM2 after a short warm start.
 
     python -m labs.real.start runs/smollm2 runs/smollm2-sums
 
@@ -13,8 +13,7 @@ from common.distributed import ALONE
 from common.logprobs import Policy, response_logprobs
 from common.model import load_model
 import torch
-from tools import arguments
-from tools.maintain.make_tiny import emptied
+from tools import arguments, empty_folder
 from tqdm import trange
 
 from labs.real.sums import chain
@@ -55,7 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     words = parser.parse_args()
     try:
-        emptied(words.folder)
+        empty_folder(words.folder)
     except OSError as error:
         parser.error(str(error))
     main(words.source, words.folder)

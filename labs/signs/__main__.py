@@ -1,4 +1,4 @@
-"""Learning from right answers only, from wrong ones only, or both: what is found, what is kept?
+"""Learning from right answers only, from wrong ones only, or both: what is learned, what is kept?
 
 One prompt has 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first.
 *Rare*: one is right, at 0.002. *Uneven*: four are right, the most likely at 0.08, the others at
@@ -25,9 +25,9 @@ TITLE = "Half of a z-score never finds a rare answer; the paper's negatives do"
 grpo = toy.load("grpo")
 
 
-def signed(right: float, wrong: float, given: Callable[[Tensor], Tensor]) -> Callable:
-    """Like `given`, with a weight for each sign: rewards `[P, G]` -> advantages `[P, G]`."""
-    return lambda R: torch.where(given(R) > 0, right, wrong) * given(R)
+def signed(right: float, wrong: float, way: Callable[[Tensor], Tensor]) -> Callable:
+    """Like this way, with a weight for each sign: rewards `[P, G]` -> advantages `[P, G]`."""
+    return lambda R: torch.where(way(R) > 0, right, wrong) * way(R)
 
 
 def centred(R: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ WAYS = {
     "right half of the z-score": signed(1, 0, grpo.advantages),
     "wrong half of the z-score": signed(0, 1, grpo.advantages),
     "z-score, wrong by half": signed(1, 0.5, grpo.advantages),
-    "z-score, right by a tenth": None,  # signs.py's own
+    "z-score, right by a tenth": None,  # those of signs.py
 }
 RIGHT = {"easy": [0.05] * 4, "rare": [0.002], "uneven": [0.08, 0.04, 0.04, 0.04]}
 ROLLOUTS = {"easy": 150, "rare": 400, "uneven": 150}
@@ -55,7 +55,8 @@ V, P, G, STEPS, LR, EVERY = 20, 16, 8, 4, 0.5, 5
 
 
 def measure(arm: str, seed: int) -> dict:
-    """p(right), and how many right answers are alive: e^(entropy among them), by rollout."""
+    """By rollout p(right), or, where several are right, how many of them are alive: e^(entropy
+    among them)."""
     (task, name), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     at = torch.tensor(RIGHT[task], dtype=torch.float64)
     right = len(at)  # the first of the tokens
@@ -75,7 +76,7 @@ def measure(arm: str, seed: int) -> dict:
         for _ in range(STEPS):
             logits = logits - LR * toy.gradient(module, {}, logits, tokens, **held)
     until = next((i for i, p in enumerate(success) if p > 0.5), np.inf)
-    series = {"p": success[::EVERY]} | ({"alive": alive[::EVERY]} if right > 1 else {})
+    series = {"alive": alive[::EVERY]} if right > 1 else {"p": success[::EVERY]}
     return series | {"until": until, "end": success[-1], "left": alive[-1]}
 
 

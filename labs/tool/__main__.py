@@ -28,7 +28,7 @@ ARMS = {
     "wrong replies": BROKEN.replace("HOW", "wrong"),
     "wrong replies, no mask, no check": f"{BROKEN.replace('HOW', 'wrong+mask')} {UNSEEN}",
 }
-COLUMNS = ("sampled", "greedy", "reward", "called", "calls", "grad_norm", "entropy")
+COLUMNS = ("sampled", "reward", "called", "grad_norm")
 SEEDS = 5
 COLOURS = {
     "tool": lab.BLUE,

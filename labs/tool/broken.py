@@ -7,6 +7,7 @@ HOW names what is broken, joined by `+`. `fails`: in training, 30% of the calls 
 problems are answered with a tool that works.
 """
 
+import argparse
 import sys
 from random import Random
 
@@ -14,6 +15,7 @@ import common  # noqa: F401  (before torch)
 import torch
 from common.batch import Rollout
 from common.launch import launch
+from tools import arguments
 from variants import tool
 
 SHARE = 0.3  # of the calls
@@ -38,9 +40,9 @@ class Broken(tool.Turns):
                     replies[i] = str(self.chance.randrange(100)), ""
         return replies
 
-    def generate(self, *given: object, **how: object) -> Rollout:
-        self.training = "answers" in how
-        rollout = super().generate(*given, **how)
+    def generate(self, *positional: object, **named: object) -> Rollout:
+        self.training = "answers" in named
+        rollout = super().generate(*positional, **named)
         if "mask" in self.how:
             lengths = rollout.ends - rollout.prompt_len  # [N]
             t = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)  # [T]
@@ -49,6 +51,12 @@ class Broken(tool.Turns):
 
 
 if __name__ == "__main__":
-    Broken.how, *sys.argv = sys.argv[1:]
+    parser = arguments(__doc__, "labs.tool.broken")
+    parser.add_argument("how", choices=["fails", "wrong", "mask", "wrong+mask"], metavar="HOW")
+    parser.add_argument("file", choices=["tool.py"], metavar="tool.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS")
+    words = parser.parse_args()
+    Broken.how = words.how
     tool.Turns = Broken
+    sys.argv = [words.file, *words.flags]
     launch(tool.main, tool.Args)

@@ -17,7 +17,7 @@ ARMS = {
     "verifier with a hole": f"grpo.py --task labs/verifier/noisy.py {FLAGS}",
     "strict verifier": f"grpo.py {FLAGS}",
 }
-COLUMNS = ("greedy", "sampled", "reward", "response_len", "entropy")
+COLUMNS = ("greedy", "reward", "response_len")
 COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE)))
 SEEDS = 5
 

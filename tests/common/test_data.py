@@ -70,7 +70,7 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
 
 
 def test_the_warm_start_never_saw_the_held_out_set():
-    from tools.maintain.make_tiny import demonstration
+    from tools.make_tiny import demonstration
 
     rng = random.Random(1)
     assert not any(arithmetic.is_held_out(demonstration(rng, 0.5, 0.1)[0]) for _ in range(300))
@@ -101,7 +101,7 @@ REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
 
 
 @pytest.mark.parametrize(
-    ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
+    ("file", "place"), [("labs/verifier/noisy.py", 0), ("common/tiny/steps.py", 1)]
 )
 def test_noisy_and_part_marks_are_for_training(file, place, tiny):
     """Task files with the problems of `arithmetic`; held-out ones are right or wrong."""

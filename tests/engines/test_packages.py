@@ -5,9 +5,8 @@ import datasets
 import grpo
 import pytest
 from common.data import HUB, rows_of
-from tools.maintain import answers
 
-from tests.helpers import ROOT, SMALL, run_here
+from tests.helpers import SMALL, run_here
 from tests.common.rows import ROWS, load
 from tests.repository.test_yours import save_examples
 
@@ -100,14 +99,3 @@ def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
         asked = "test " if columns.test else "train "
         assert all(problem.prompt.startswith(asked) for problem in task.held_out)
     assert [found for _, found in rows_of(name, "test")] == [answer] * 5
-
-
-def test_the_table_of_verifiers(monkeypatch, capsys):
-    """docs/yours.md has what TRL and verl do on the same answers."""
-    pytest.importorskip("trl")
-    pytest.importorskip("verl")
-    monkeypatch.setattr("sys.argv", ["answers"])
-    answers.main()
-    table = [line for line in capsys.readouterr().out.split("\n") if line.startswith("|")]
-    page = (ROOT / "docs/yours.md").read_text()
-    assert len(table) == 6 and all(line in page for line in table)

@@ -1,4 +1,4 @@
-"""The vllm engine against the real vLLM on a CPU (see docs/development.md). Skipped without the
+"""The vllm engine against the real vLLM on a CPU (see CONTRIBUTING.md). Skipped without the
 package."""
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from variants import tool
 from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
 
-pytest.importorskip("vllm", reason="needs vLLM (docs/development.md#tests)")
+pytest.importorskip("vllm", reason="needs vLLM (CONTRIBUTING.md#tests)")
 RUN = ("-m", "tests.engines.cpu_vllm")  # before a module's name: its program on vLLM's CPU build
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 

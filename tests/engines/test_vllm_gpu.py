@@ -96,7 +96,7 @@ def main() -> None:
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("vllm"), reason="needs vLLM (docs/development.md#tests)"
+    not importlib.util.find_spec("vllm"), reason="needs vLLM (CONTRIBUTING.md#tests)"
 )
 def test_vllm_accepts_every_set_of_options():
     """And makes of it what is expected. Its second model runner is what the CPU never runs: with

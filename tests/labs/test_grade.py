@@ -38,9 +38,9 @@ def graded(name: str, source: str) -> tuple[dict, int]:
 @pytest.mark.parametrize("name", BY_TIME)
 def test_the_true_file_passes_and_its_blank_does_not(name):
     assert graded(name, solution(name)) == ({}, len(grade.checks_of(name)))
-    found, _ = graded(name, blank.blank(name))
-    assert found and grade.hint(name, found)
-    assert any("TODO: " in reason for reason in found.values())
+    failed, _ = graded(name, blank.blank(name))
+    assert failed and grade.hint(name, failed)
+    assert any("TODO: " in reason for reason in failed.values())
 
 
 def wrong(*pairs: tuple[str, str]) -> str:
@@ -54,9 +54,10 @@ def wrong(*pairs: tuple[str, str]) -> str:
 
 CENTRE = "    rewards = rewards - rewards[:, :1]  # [P, G]\n"
 ZSCORE = "    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)"
-RATIO = "        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too\n"
+RATIO = "    if args.kl_ratio:\n        kl = (logp - batch.old_logp).exp() * kl"
+NO_RATIO = "    if False:\n        kl = kl"
 MEAN = " / mask.sum(dim=1).clamp(min=1)"
-RETURN = "-per_response.sum(), mask.new_tensor(len(mask)), stats"
+RETURN = "-per_response.sum(), mask.new_tensor(len(mask))"
 STD = "rewards.std(dim=1, keepdim=True)"
 # Answers that students give, and what the hint says
 ANSWERS = {
@@ -67,42 +68,42 @@ ANSWERS = {
         ],
         "",
     ),
-    "textbook": ([(CENTRE, ""), (RATIO, "")], "equal rewards not made 0"),
-    "token mean": ([(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum(), stats")], "token-mean"),
+    "textbook": ([(CENTRE, ""), (RATIO, NO_RATIO)], "equal rewards not made 0"),
+    "token mean": ([(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum()")], "token-mean"),
 }
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_answers_that_students_give(answer):
-    pairs, told = ANSWERS[answer]
-    found, held = graded("grpo", wrong(*pairs))
-    assert held + len(found) == len(grade.checks_of("grpo"))
-    assert bool(found) == bool(told)
-    if found:
+    pairs, damage = ANSWERS[answer]
+    failed, held = graded("grpo", wrong(*pairs))
+    assert held + len(failed) == len(grade.checks_of("grpo"))
+    assert bool(failed) == bool(damage)
+    if failed:
         exactly = "has just" if answer != "textbook" else "would explain"  # two mistakes at once
-        assert f"'{told}' {exactly}" in grade.hint("grpo", found)
+        assert f"'{damage}' {exactly}" in grade.hint("grpo", failed)
 
 
 def test_the_core_is_the_formula():
-    """Without statistics and the flag kl_ratio its six checks hold. As long as one of them does
-    not, nothing else is told."""
-    plain = [(RATIO, ""), (RETURN, RETURN.replace("stats", "{}"))]
+    """Without metrics and the flag kl_ratio its six checks hold. As long as one of them does not,
+    nothing else is told."""
+    plain = [(RATIO, NO_RATIO), ("    return stats\n", "    return {}\n")]
     every = grade.checks_of("grpo")
     core = [check for check in every if not grade.comes_later(check)]
-    found, held = graded("grpo", wrong(*plain))
-    assert set(found) == set(every) - set(core) and held == len(core) == 6
-    assert "statistics" in grade.report(found, held, every)
+    failed, held = graded("grpo", wrong(*plain))
+    assert set(failed) == set(every) - set(core) and held == len(core) == 6
+    assert "statistics" in grade.report(failed, held, every)
     worse = graded("grpo", wrong(*plain, (CENTRE, "")))
-    told = grade.report(*worse, every)
-    assert "equal rewards" in told and "statistics" not in told and "5 of 6" in told
+    report = grade.report(*worse, every)
+    assert "equal rewards" in report and "statistics" not in report and "5 of 6" in report
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", blank.single())
 def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):
     for damage, (old, new) in exercise_checks.MUTANTS[name].items():
-        found, _ = graded(name, checks.replaced(blank.EXERCISES, old, new))
-        assert f"'{damage}' has just this effect" in grade.hint(name, found), damage
+        failed, _ = graded(name, checks.replaced(blank.EXERCISES, old, new))
+        assert f"'{damage}' has just this effect" in grade.hint(name, failed), damage
 
 
 DEF = "def pass_at_k(n, c, k):\n"
@@ -153,8 +154,8 @@ def test_the_reference_is_the_repositorys(tmp_path):
     code = "import labs, importlib.util; print(importlib.util.find_spec('grpo').origin)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code]
-    found = subprocess.check_output(words, cwd=tmp_path, env=environment, text=True)
-    assert found.strip() == str(ROOT / "grpo.py")
+    origin = subprocess.check_output(words, cwd=tmp_path, env=environment, text=True)
+    assert origin.strip() == str(ROOT / "grpo.py")
 
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))

@@ -9,8 +9,6 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -45,9 +43,7 @@ def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
 # Of each toy a number (of a series the last one), and arms in which it rises
 CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
-    "bound": ("perfect critic", "long, on-policy, plain", "short, on-policy, plain"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
-    "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
     "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),
@@ -55,10 +51,10 @@ CLAIMS = {
 }
 
 
-def goes_its_way(name: str, found: dict) -> None:
+def goes_its_way(name: str, runs_of: dict) -> None:
     """The medians over seeds rise from arm to arm."""
     measured, *arms = CLAIMS[name]
-    medians = [np.median([np.ravel(run[measured])[-1] for run in found[arm]]) for arm in arms]
+    medians = [np.median([np.ravel(run[measured])[-1] for run in runs_of[arm]]) for arm in arms]
     for less, more in zip(medians, medians[1:]):
         assert less < more, (arms, medians)
 
@@ -68,10 +64,10 @@ def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
     """In the shipped table, and in one seed at full length."""
     goes_its_way(name, results(ROOT / f"labs/{name}/table.json"))
     start(monkeypatch, f"labs.{name}.__main__", "--out", tmp_path, "--quick", "--seeds", 1)
-    found = results(tmp_path / f"{name}/table.quick.json")
-    assert list(found) == list(LABS[name].ARMS)
-    goes_its_way(name, found)
-    assert lab.text(LABS[name].rows(found)) in capsys.readouterr().out
+    quick = results(tmp_path / f"{name}/table.quick.json")
+    assert list(quick) == list(LABS[name].ARMS)
+    goes_its_way(name, quick)
+    assert lab.text(LABS[name].rows(quick)) in capsys.readouterr().out
 
 
 # Labs of training runs
@@ -97,11 +93,9 @@ def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     for command in LABS[name].ARMS.values():
         words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
-        if file.startswith("labs."):  # a module that runs a file: `labs.trials.turn 10 lr 3 FILE`
+        if file.startswith("labs."):  # a module that runs a file: `labs.tool.broken fails tool.py`
             file = next(word for word in words if word.endswith(".py"))
         flags = words[words.index(file) + 1 :]
-        if not flags[0].startswith("--"):  # `labs.race.stresses FILE STRESS FLAGS`
-            flags = flags[1:]
         monkeypatch.setattr(sys, "argv", [file, *flags])
         args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
         assert not broken_rule(args), command
@@ -119,7 +113,7 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
-    def trained(command: str, seed: int, keep: Callable, damage: tuple | None) -> dict:
+    def trained(command: str, seed: int, names: tuple, damage: tuple | None) -> dict:
         made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 
@@ -145,7 +139,7 @@ open(folder + "/metrics.jsonl", "w").write('{"step": 0, "greedy": 0.25}\\n')
 def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     """It ends with exit code 0 and no summary; one that broke ends with 1 and a traceback; one that
     stopped itself is a result."""
-    file, greedy = tmp_path / "stopped.py", partial(lab.columns_of, names=("greedy",))
+    file, greedy = tmp_path / "stopped.py", ("greedy",)
     file.write_text(STOPPED)
     with pytest.raises(BadInput, match="was stopped before its end"):
         lab.trained(str(file), 1, greedy)
@@ -153,8 +147,8 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     with pytest.raises(BadInput, match="exit code 1: KeyError: 'β'"):
         lab.trained(str(file), 1, greedy)
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
-    found = lab.trained(str(file), 1, greedy)
-    assert found["stopped"].endswith("disagree") and found["greedy"].tolist() == [0.25]
+    run = lab.trained(str(file), 1, greedy)
+    assert run["stopped"].endswith("disagree") and run["greedy"].tolist() == [0.25]
 
 
 def test_tokens_are_counted_up_to_each_evaluation():

@@ -10,8 +10,8 @@ import torch
 from common.data import load_task
 from common.model import load_model
 from common.tiny.arithmetic import KINDS
-from labs.race import stresses
-from labs.race.stresses import STRESSES, Stress
+from labs import stresses
+from labs.stresses import STRESSES, Stress
 
 race = importlib.import_module("labs.race.__main__")
 
@@ -144,8 +144,8 @@ def test_a_race_continues_where_it_stopped(fake, monkeypatch):
     assert sorted(began.read_text().splitlines()) == [f"2 {b}" for b in both]
     table = json.loads(path.read_text())
     assert path.with_suffix(".png").exists()
-    found = [run["sampled"] for run in race.runs_of(table, "fake --minibatches 2", "lr x3")]
-    assert found == [[0.5, 0.6], [0.5, 0.6]]
+    runs = race.runs_of(table, "fake --minibatches 2", "lr x3")
+    assert [run["sampled"] for run in runs] == [[0.5, 0.6], [0.5, 0.6]]
     monkeypatch.setattr("sys.argv", [*words, "--steps", "8"])
     with pytest.raises(SystemExit) as left:  # another race needs a table of its own
         race.main()
@@ -161,9 +161,9 @@ def ended(folder: Path, steps: list[int]) -> Path:
 
 
 def test_what_is_stored_of_a_run(tmp_path):
-    found = race.outcome(ended(tmp_path, [0, 8, 40]), 0, "", race.BUDGET)
-    assert found["at"] == [0, 8, 40] and found["thousands"] == [1, 2, 3]
-    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0
+    run = race.outcome(ended(tmp_path, [0, 8, 40]), 0, "", race.BUDGET)
+    assert run["at"] == [0, 8, 40] and run["thousands"] == [1, 2, 3]
+    assert run["sampled"] == [0.5] * 3 and run["acted"] == 0.0
 
 
 @pytest.mark.parametrize("code, steps", [(-9, [0, 40]), (1, [0]), (0, [0, 8])])
@@ -184,12 +184,12 @@ def test_a_file_of_another_form_is_refused(tmp_path, monkeypatch, capsys):
 
 def cells(method: str, seeds: int, value: float, **other: float) -> list[dict]:
     """A row of a table whose runs stay at one accuracy, under some stresses at another."""
-    found = []
+    row = []
     for name in STRESSES:
         level = other.get(name.replace(" ", "_"), value)
         runs = [{"seed": seed, "sampled": [0, level, level, level]} for seed in range(seeds)]
-        found.append({"method": method, "stress": name, "runs": runs})
-    return found
+        row.append({"method": method, "stress": name, "runs": runs})
+    return row
 
 
 def test_scores_places_and_signs():
@@ -201,6 +201,20 @@ def test_scores_places_and_signs():
     assert places["groups of two"] == places["worst cell"] == "3 of 3"
     signs = [race.sign(table, *at) for at in (("a", "none"), ("a", "groups of two"), ("b", "none"))]
     assert signs == ["+", "-", "+?"]
+
+
+def test_standings_are_sorted_and_know_equal_tokens():
+    """A file that samples twice as many tokens is looked at half way."""
+    table = {"cells": []}
+    for method, level, tokens in (("grpo", 0.6, 40), ("dear", 0.8, 80)):
+        accuracies = [0.0, level / 4, level / 2, 3 * level / 4, level]
+        thousands = [tokens * quarter / 4 for quarter in range(5)]
+        runs = [{"seed": 1, "sampled": accuracies, "thousands": thousands, "tokens": tokens}]
+        table["cells"].append({"method": method, "stress": "none", "runs": runs})
+    head, first, second = race.standings(table, "none")
+    assert (first[0], second[0]) == ("dear", "grpo")
+    equal = head.index("at grpo's tokens")
+    assert (first[equal], second[equal]) == ("0.30", "0.45")
 
 
 def test_the_shipped_table_is_of_these_stresses():

@@ -65,12 +65,13 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
     if hasattr(module, "choose_tokens"):
         with torch.no_grad():
             module.choose_tokens(args, b, ALONE)
-    total, count, b.stats = module.policy_loss(args, b.logp, b)
+    total, count = module.policy_loss(args, b.logp, b)
+    b.stats = module.measures(args, b.logp.detach(), b)
     b.gradient = flat(torch.autograd.grad(total / count, list(lm.parameters()), retain_graph=True))
     entropy, tokens, gap = b.entropy * b.mask, b.mask.sum(1), (b.old_logp - b.rollout_logp) * b.mask
     good, bad = A > 0, A < 0
     b.stats |= {
-        "loss": (total, count),
+        "loss": (total.detach(), count),
         "grad_norm": (b.gradient.norm(), 1),
         "entropy": (entropy.sum(), tokens.sum()),
         "entropy_bad": (entropy[bad].sum(), tokens[bad].sum()),

@@ -15,6 +15,7 @@ import torch
 from common import launch
 from common.distributed import World
 from labs import blank, bug
+from tools.maintain import losses
 
 from checks.files import ALGORITHMS, MODULES, PATHS
 from tests import adapters
@@ -22,6 +23,7 @@ from tests.helpers import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
 PAGES += ROOT.glob("variants/*.md")
+STUDIES = [path.with_suffix(".md") for path in sorted(ROOT.glob("docs/studies/*.json"))]
 PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/**/*.py")]  # their headers print commands
 
 
@@ -66,7 +68,7 @@ def test_every_printed_command_would_start(path, monkeypatch):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_every_program_of_a_page_exists(path):
-    text = path.read_text("utf-8")
+    text = re.sub("git checkout .*", "", path.read_text("utf-8"))
     for program, word in re.findall(r"-m ((?:tools|labs|tests)[.\w]+)(?: (\w+))?", text):
         if program.endswith(".NAME"):
             continue
@@ -75,6 +77,24 @@ def test_every_program_of_a_page_exists(path):
             bug.damaged(bug.BUGS[int(word) - 1])
         if program == "labs.blank" and word and word != "NAME":
             blank.blank(word)
+
+
+def git(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=name_of_path)
+def test_a_studys_program_stands_at_its_commit(path):
+    """The command of its last line, after `git checkout`."""
+    commit, programs = re.fullmatch(
+        r"`git checkout (\w+) && (.*)`", path.read_text("utf-8").splitlines()[-1]
+    ).groups()
+    if git("cat-file", "-e", commit).returncode:
+        pytest.skip(f"a clone without commit {commit}")
+    names = git("ls-tree", "-r", "--name-only", commit, "labs").stdout.splitlines()
+    for program in programs.split(" && "):
+        file = program.removeprefix("python -m ").replace(".", "/")
+        assert {f"{file}.py", f"{file}/__main__.py"} & set(names), program
 
 
 # Links and pointers
@@ -175,10 +195,16 @@ def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
         torch.testing.assert_close(product(row, logs, A, limit), -slope, msg=f"{file}: {row}")
 
 
+# Every loss on one page
+
+
+def test_the_page_of_losses_has_the_files_code():
+    assert losses.PAGE.read_text("utf-8") == losses.page()
+
+
 # Leftovers of a merge
 
 
 def test_no_tracked_file_has_a_conflict_marker():
-    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
-    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    found = git("grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)")
     assert (found.returncode, found.stdout) == (1, "")  # 1: no such line

@@ -1,31 +1,31 @@
 """Numbers on pages are numbers of stored results: a quoting page's stand on the page that its cell
-links, a lab's in its table.json."""
+links, a lab's in its table.json, a study's in its own json."""
 
+import importlib
 import json
 import re
-import runpy
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from labs.lab import end
 
 from tests.helpers import ROOT
 
-QUOTING = ("docs/claims.md", "docs/open.md", "labs/course-answers.md")
+QUOTING = ("docs/claims.md", "labs/course-answers.md")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
-NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
-# `3 of 5`, `0.42 (0.30–0.48)` and `0.42`, but not the 2 of SmolLM2
+NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
+# `3 of 5`, `0.42 (0.30–0.48)`, `0.42` and `-0.42`, but not the 2 of SmolLM2
 FIGURE = re.compile(
     rf"(?<![\w.-])(?:\d+ of \d+|{NUMBER} \({NUMBER}–{NUMBER}\)|{NUMBER})(?![\w-]|\.\d)"
 )
 LABS = {path.parent.name: path for path in sorted(ROOT.glob("labs/*/table.json"))}
-LABS.pop("race")  # its page is docs/stability-data.md
+LABS.pop("race")  # its page is docs/stability.md
+STUDIES = sorted(ROOT.glob("docs/studies/*.json"))
 
 
 def plain(text: str) -> str:
-    """On one line, 1,000 as 1000, without marks of code and numbers of papers."""
-    text = re.sub(r"(?<=\d),(?=\d{3})|`", "", " ".join(text.split()))
+    """On one line, 1,000 as 1000, +0.1 as 0.1, without marks of code and numbers of papers."""
+    text = re.sub(r"(?<=\d),(?=\d{3})|[`+]", "", " ".join(text.split()))
     return re.sub(r"\d{4}\.\d{5}", "", text)
 
 
@@ -74,12 +74,7 @@ def results_of(table: Path) -> dict:
 def test_a_page_shows_the_stored_results(name):
     """Each number of its tables, between what comes out and the predictions, is one that the lab
     prints of its stored results."""
-    printed = runpy.run_module(f"labs.{name}.__main__")["rows"](results_of(LABS[name]))
-    for program in LABS[name].parent.glob("*.py"):  # its other programs' tables
-        table = program.with_suffix(".json")
-        if table.exists():
-            module = runpy.run_module(f"labs.{name}.{program.stem}")
-            printed += module["rows"](results_of(table))
+    printed = importlib.import_module(f"labs.{name}.__main__").rows(results_of(LABS[name]))
     there = figures(" | ".join(cell for row in printed for cell in row))
     page = "\n".join(lines(f"labs/{name}/README.md"))
     shown = page.partition("## What comes out")[2].partition("## Predictions")[0]
@@ -89,25 +84,16 @@ def test_a_page_shows_the_stored_results(name):
             assert not missing, row[0]
 
 
-@pytest.mark.parametrize(
-    "more, less, among",
-    [
-        (", mean", ", sum", "N"),
-        (", mean", ", sum", "N = 1"),
-        (", clip", ", no clip", "N = 8, r"),
-        (", clip", ", no clip", "N = [24]"),
-        (", none", ", r3", "N = 1"),
-        (", none", ", r2", "N = 2"),
-    ],
-)
-def test_pairs_of_experts_are_counted(more, less, among):
-    """In how many pairs of a seed an arm ends above another. At N = 1 `none` and `r2` are the same
-    runs, which count once."""
-    ends = {arm: list(map(end, runs)) for arm, runs in results_of(LABS["experts"]).items()}
-    higher = []
-    for arm in ends:
-        other = arm.replace(more, less)
-        if more in arm and other in ends and re.match(among, arm) and "N = 1, r2" not in arm:
-            higher += [one > two for one, two in zip(ends[arm], ends[other])]
-    page = " ".join(lines("labs/experts/README.md"))
-    assert re.search(rf"\b{sum(higher)} of {len(higher)}\b", page), (sum(higher), len(higher))
+@pytest.mark.parametrize("table", STUDIES, ids=lambda path: path.stem)
+def test_a_studys_answer_shows_its_tables(table):
+    """Each number from its answer on, but for the command at the end, is one that its program
+    printed or that was counted from its runs."""
+    stored = json.loads(table.read_text("utf-8"))
+    cells = [cell for rows in stored["tables"].values() for row in rows for cell in row]
+    counted = [f"{what}: {number}" for what, number in stored["counted"].items()]
+    there = figures(" | ".join([*cells, *counted]))
+    page = table.with_suffix(".md").read_text("utf-8")
+    answer = page.partition("**Answer.**")[2].rpartition("\n`git checkout")[0]
+    assert answer
+    missing = figures(re.sub(r"\]\([^)]*\)", "", answer)) - there
+    assert not missing

@@ -18,18 +18,14 @@ labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
-tools.maintain.handouts
+labs.race --table none
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
-tools.maintain.make_tiny tiny tiny-new --steps 1
+tools.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
-tools.reader
-tools.maintain.results runs/a
-tools.maintain.results --ranges runs/a
 tools.maintain.spread --dry
 tools.maintain.walk
 """.split("\n")[1:-1]
@@ -62,7 +58,7 @@ def start(folder: Path, words: list[str]) -> None:
 
 def pages(folder: Path) -> dict[Path, str]:
     found = [*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("labs/**/*.md")]
-    found += [folder / "labs/class.ipynb", folder / "docs/questions-sheet.html"]
+    found.append(folder / "labs/class.ipynb")
     return {path: path.read_text("utf-8") for path in found}
 
 
@@ -83,14 +79,14 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
+labs.race grpo.py nope
+labs.stresses grpo.py nope
 tools.compare nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
-tools.maintain.make_tiny tiny docs
+tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
-tools.reader grpo --out none/reader.html
-tools.maintain.results none
 tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
 

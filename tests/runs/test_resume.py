@@ -127,3 +127,43 @@ def test_resume_refuses_another_run(change, tmp_path, finished, capsys):
     ((name, value),) = change.items()
     assert f"has {name} {value!r}, not" in capsys.readouterr().err
     assert tree(folder) == before
+
+
+def test_back_to_a_checkpoint_with_other_flags(tmp_path, finished, capsys):
+    """The later lines and checkpoints are set aside, config.json says what changed, and the same
+    command, given again, does not go back a second time."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    old = metrics(folder)
+    flags = [*SMALL, "--run_dir", folder, "--resume", "--back_to", 2, "--minibatches", 1]
+    flags += ["--lr", 1e-5]
+    assert run_here(grpo.main, *flags, "--steps", 4) == 0
+    new = metrics(folder)
+    assert new[:3] == old[:3] and new[3] != old[3] and len(new) == 5
+    beside = folder / "after_2"
+    assert metrics(beside) == old[3:]
+    assert (beside / "step_000004").is_dir() and (beside / "samples.jsonl").is_file()
+    changed = {"lr": [3e-4, 1e-5], "minibatches": [2, 1]}
+    history = json.loads((folder / "config.json").read_text())["history"]
+    assert history == [{"back_to": 2, "changed": changed}]
+    assert run_here(grpo.main, *flags, "--steps", 5) == 0
+    assert "steps 5 to 5;" in capsys.readouterr().out
+
+
+WRONG_WAYS_BACK = {
+    "another group size": (["--group_size", 2], "has group_size 4, not 2"),
+    "another seed": (["--seed", 2], "has seed 1, not 2"),
+    "no such checkpoint": (["--back_to", 3], "has checkpoints of 2, 4"),
+}
+
+
+@slow
+@pytest.mark.parametrize("way", WRONG_WAYS_BACK)
+def test_back_to_refuses_what_would_mix_two_runs(way, tmp_path, finished, capsys):
+    """Named in one line, and the folder stays as it was."""
+    folder = Path(shutil.copytree(finished, tmp_path / "run"))
+    before = tree(folder)
+    more, message = WRONG_WAYS_BACK[way]
+    flags = [*SMALL, "--steps", 4, "--run_dir", folder, "--resume", "--back_to", 2, *more]
+    assert run_here(grpo.main, *flags) == 2
+    assert message in capsys.readouterr().err
+    assert tree(folder) == before

@@ -1,4 +1,4 @@
-"""Both pages in Chromium: every token or line stands there once and in order, without an error."""
+"""The page of a run in Chromium: every token stands there once and in order, without an error."""
 
 import html
 import re
@@ -7,9 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from checks.files import PATHS
-from tools import page, reader
-from tools.look import MARK
+from tools import page
 
 from tests.tools.made import HOSTILE, group_of, with_samples
 
@@ -40,15 +38,3 @@ def test_a_runs_page(tmp_path):
     for address, texts in (("", HOSTILE), ("#3", HOSTILE[::-1])):
         tokens = drawn(shown, address, r"<span data-i=.*?</span>")
         assert tokens == [text for text in texts for _ in range(2)] * 2
-
-
-@pytest.mark.parametrize("names", [("grpo", "sapo"), ("stapo", "vcpo")])
-def test_the_readers_page(names, tmp_path):
-    """Every line of both files, those that only mark a place left empty; the notes are prose."""
-    shown = tmp_path / "reader.html"
-    reader.main([], shown)
-    for side, name in zip("ab", names):
-        lines = drawn(shown, f"#{'+'.join(names)}", rf'<code class="(?:thin )?{side}".*?</code>')
-        expected = [MARK.sub("", line) for line in PATHS[name].read_text().splitlines()]
-        assert sorted(lines) == sorted(expected)
-        assert lines[:20] == expected[:20]

@@ -1,41 +1,28 @@
-"""tools.memory against whole commands on fake tensors, and the page's table of what fits."""
+"""tools.memory against a card, and the page's table of what fits."""
 
-import ast
-import importlib
 import re
 import sys
 
 import grpo
 import pytest
-from checks.files import PATHS
 from common.launch import parse
 from tools import memory
 
 from tests.helpers import ROOT
-from tests.repository.test_docs import commands
+
+
+# GB used by the whole card (nvidia-smi) in three steps on an H100 of 80 GB, on 2026-11-26
+MEASURED = 75.4
+COMMAND = "--model Qwen/Qwen3-1.7B-Base --prompts_per_step 64 --minibatches 1 --max_new_tokens 1000"
+COMMAND += " --vllm_sleep --micro_tokens 8192 --vllm_memory 0.55"
 
 
 @pytest.mark.slow
-def test_it_agrees_with_the_fake_within_a_twentieth(monkeypatch):
-    """For each row of the page's table of commands for several GPUs."""
-    page = (ROOT / "docs/gpu.md").read_text("utf-8")
-    rows = re.findall(r"\| ([\w., ]+\.py) \| \S+ \| (\d+) \|((?: [\d.]+ \|){5})", page)
-    seen = []
-    for names, gpus, numbers in rows:
-        peak = max(map(float, re.findall(r"[\d.]+", numbers)))
-        for name in re.findall(r"(\w+)\.py", names):
-            header = ast.get_docstring(ast.parse(PATHS[name].read_text("utf-8")))
-            (words,) = [
-                words
-                for _, words, ranks in commands(header)
-                if ranks == int(gpus) and "..." not in words
-            ]
-            monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-            args = parse(importlib.import_module(name).Args)
-            found = memory.estimate(args, int(gpus), 80.0)["peak"]
-            assert found == pytest.approx(peak, rel=0.05), (name, gpus)
-            seen.append((name, gpus))
-    assert len(seen) == 12
+def test_it_agrees_with_a_card(monkeypatch):
+    """But for allocator slack and CUDA's context, of which it says 3 to 6 GB."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *COMMAND.split()])
+    peak = memory.estimate(parse(grpo.Args), 1, 80.0)["peak"]
+    assert 3 <= MEASURED - peak <= 6
 
 
 @pytest.mark.slow

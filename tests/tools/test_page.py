@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from common.alarm import Rule
 from common.cli import BadInput
 from tools import look, page
 
@@ -55,13 +54,3 @@ def test_a_run_without_samples_and_another_file_are_refused(tmp_path):
     with pytest.raises(BadInput, match="another file"):
         page.main([run], notes)
     assert notes.read_text() == "mine"
-
-
-def test_the_alarms_of_a_run_are_marked(tmp_path, monkeypatch):
-    rule = Rule("tokens", True, True, 1010.0)
-    monkeypatch.setattr(page, "stored_rules", lambda: [rule])
-    run = with_samples(tmp_path, [group_of(1)])
-    write_lines(run / "metrics.jsonl", metrics_of(20))
-    data = page.run_data(run, every=1)
-    step, words = data["alarms"]["tokens"]
-    assert step == 15 and "tokens is" in words and data["curves"]["tokens"]
