@@ -16,7 +16,7 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
 The paper argues so: the reward is for a whole response, so the ratio that corrects for old samples
 should belong to the whole response, too. GRPO's token ratios, each a single sample of an importance
-weight, add noise, more in longer responses and in mixtures of experts (the objection is question 45
+weight, add noise, more in longer responses and in mixtures of experts (the objection is question 38
 of docs/questions-more.md). The mean of the log ratios over a response makes s_i so steady that its
 clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens than GRPO.
 In the paper it still learns faster; here it needs more tokens (docs/claims.md).

@@ -241,12 +241,12 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             if args.routing_replay == "r3":  # in π_old's own evaluation, too
                 minibatch.replayed_experts = minibatch.sampler_experts
-            found = all_logprobs(policy, minibatch, args, world, experts=records)
-            minibatch.old_logp = found.logp  # [n, T]
+            old = all_logprobs(policy, minibatch, args, world, experts=records)
+            minibatch.old_logp = old.logp  # [n, T]
             if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
-                minibatch.replayed_experts = found.experts
+                minibatch.replayed_experts = old.experts
             if engine.reports_experts:
-                means.add(experts_differ=experts_differ(minibatch, found.experts))
+                means.add(experts_differ=experts_differ(minibatch, old.experts))
         # </own>
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         means.add(**run.check_sampler(minibatches))  # <own>

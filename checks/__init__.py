@@ -171,14 +171,16 @@ def busy_batch() -> dict[str, Tensor]:
     batch["ref_logp"] = batch["logp"] + noise[1] - 0.5
     batch["entropy"] = 2 * noise[2]
     batch["token_advantages"] = 4 * noise[3] - 2
+    batch["proxy_logp"] = batch["logp"] + noise[4] - 0.3
     batch["teacher_logp"] = 3 * (batch["logp"] + noise[5] - 0.5)
     old = torch.tensor([-0.02, -4.0]).double().repeat(3).expand_as(mask)  # [6, 6]
     garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
     garbage |= {"rollout_logp": old - 3, "ref_logp": old + 3, "token_advantages": 9 * (A - 0.5)}
-    garbage["teacher_logp"] = old - 9
+    garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9}
     for name, x in garbage.items():
         batch[name] = torch.where(mask > 0, batch[name], x)
     batch["working"] = (noise[6] > 0.4).double() * mask
+    batch["proxy_logp"][1, 1] = -torch.inf  # filtered out (lp_reg)
     for name, column in batch.items():
         if column.dim() == 2:
             batch[name] = torch.nn.functional.pad(column, (0, 1))
@@ -303,6 +305,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo, recipe
         "working": torch.zeros_like(mask),  # blockwise
         "working_advantages": A,  # blockwise
+        "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
         "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
         "top_logp": logp.new_zeros(*logp.shape, 0),  # centred

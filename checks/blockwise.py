@@ -24,8 +24,8 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share and its sides; advantages_apart is the mean distance of the two advantages."""
-    found = cut_shares(b, token_advantages(b))
-    return found | {"advantages_apart": ((b.working_advantages - b.A).abs().sum(), len(b.A))}
+    apart = (b.working_advantages - b.A).abs()
+    return cut_shares(b, token_advantages(b)) | {"advantages_apart": (apart.sum(), len(b.A))}
 
 
 CASES = [{}, {"clip_high": 0.28}]
@@ -40,8 +40,8 @@ def check_baselines(module: ModuleType) -> None:
     """No baseline, the mean of the batch, of the group, or of the answers whose working has the
     same reward (the last one of the first group is alone)."""
     for name, expected in EXPECTED.items():
-        found = module.answer_advantages(no_kl(module, baseline=name), ANSWER, WORKING, ALONE)
-        near(found, expected, name, 1e-6)
+        A = module.answer_advantages(no_kl(module, baseline=name), ANSWER, WORKING, ALONE)
+        near(A, expected, name, 1e-6)
 
 
 def check_working(module: ModuleType) -> None:
@@ -49,8 +49,8 @@ def check_working(module: ModuleType) -> None:
     neither. (tests/loop holds what the verifier sees of both.)"""
     tokens = torch.tensor([[5, 9, 5, 9, 4, 9], [5, 5, 5, 5, 9, 9]])
     mask = (torch.arange(6) < torch.tensor([[5], [4]])).float()
-    found = module.working_mask(SimpleNamespace(tokens=tokens, mask=mask), 9)
-    near(found, [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]], "the mask of the working")
+    working = module.working_mask(SimpleNamespace(tokens=tokens, mask=mask), 9)
+    near(working, [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]], "the mask of the working")
 
 
 SHARED = CENTRED

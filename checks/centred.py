@@ -37,14 +37,14 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """Of all response tokens; weight_max is the largest π/μ before its bound, centred half of the
     sum of |c|, tail what the sampler gives to other tokens than its K."""
     ratio = (b.logp.detach() - b.mu).exp()
-    found = {
+    pairs = {
         "weight": share(bounded(b.args, ratio), b.mask),
         "weight_max": (ratio[b.mask > 0].max(), None),
     }
     if b.args.centre_top > 0:
-        found["centred"] = share(coefficients(b).abs().sum(-1) / 2, b.mask)
-        found["tail"] = share(1 - b.sampler_top.exp().sum(-1), b.mask)
-    return found
+        pairs["centred"] = share(coefficients(b).abs().sum(-1) / 2, b.mask)
+        pairs["tail"] = share(1 - b.sampler_top.exp().sum(-1), b.mask)
+    return pairs
 
 
 BOUNDS = {"w_low": 0.8, "w_high": 1.2}
@@ -75,7 +75,7 @@ def mean_gradient(
         "top_logp": log_pi[ids].expand(V, 1, K),
         "sampler_top": mu[ids].log().expand(V, 1, K),
     }
-    total, _, _ = terms(module, no_kl(module, **flags), **columns)
+    total, _ = terms(module, no_kl(module, **flags), **columns)
     return torch.autograd.grad(-total, logits)[0]
 
 
@@ -92,12 +92,12 @@ def check_drift_and_covariance(module: ModuleType) -> None:
     covariance; for every weight."""
     for seed in range(5):
         for flags in WEIGHTS:
-            told = f" {flags}, seed {seed}"
+            case = f" {flags}, seed {seed}"
             drift, covariance = parts(*place(seed), no_kl(module, **flags))
             plain = mean_gradient(module, *place(seed), V, **flags | {"centre_top": 0})
-            near(plain, drift + covariance, f"the mean gradient, not centred{told}", 1e-10)
+            near(plain, drift + covariance, f"the mean gradient, not centred{case}", 1e-10)
             ours = mean_gradient(module, *place(seed), V, **flags)
-            near(ours, covariance, f"the mean gradient, centred{told}", 1e-10)
+            near(ours, covariance, f"the mean gradient, centred{case}", 1e-10)
 
 
 def check_tail(module: ModuleType) -> None:

@@ -53,8 +53,8 @@ def check_sure_tokens(module: ModuleType) -> None:
     before."""
     for kind in ("tv", "kl"):
         for p, expected in ((1.0, -1.0), (0.97, -0.97), (0.5, 0.0)):
-            found = weight(module, p, -1.0, trust_region=kind)
-            near(found, expected, f"{kind}: the weight where p fell to {p}", 1e-6)
+            made = weight(module, p, -1.0, trust_region=kind)
+            near(made, expected, f"{kind}: the weight where p fell to {p}", 1e-6)
 
 
 FIXTURES = {"dppo_tv_0.2_tokenmean": {"trust_region": "tv", "delta": 0.2}}

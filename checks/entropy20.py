@@ -33,8 +33,8 @@ def statistics(b: Batch) -> dict[str, tuple]:
         cut = {"clip_share": (0, b.mask.sum())}
         return cut | {"held_share": share(held, b.mask), "held_pull": share(pull, held)}
     trained = top(b).double()
-    found = {"left_out": share(1 - trained, b.mask), "fork_entropy": share(b.entropy, trained)}
-    return found | clip_statistics(b)
+    pairs = {"left_out": share(1 - trained, b.mask), "fork_entropy": share(b.entropy, trained)}
+    return pairs | clip_statistics(b)
 
 
 CASES = [

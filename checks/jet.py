@@ -42,8 +42,8 @@ def check_what_is_rounded(module: ModuleType) -> None:
         assert changed == {name for name in masters if name.endswith(kinds)}
         engine = HFEngine(load_model(model)[0], ALONE, 0, "float8", 8, experts=True)
         engine.sync(Policy(load_model(model)[0]))
-        own = dict(engine.lm.named_parameters())
-        assert all(torch.equal(own[name], rounded[name].bfloat16()) for name in own)
+        copied = dict(engine.lm.named_parameters())
+        assert all(torch.equal(copied[name], rounded[name].bfloat16()) for name in copied)
 
 
 def check_the_masters_take_the_step(module: ModuleType) -> None:

@@ -47,8 +47,8 @@ def check_bound(module: ModuleType) -> None:
     there is none: 0."""
     squares = torch.tensor([9.0, 1.0, 16.0, 4.0])
     for budget, expected in ((0.9, 0), (1.0, 1), (2.5, 4), (7.4, 9), (8.0, 16)):
-        found = module.second_moment_bound(no_kl(module, budget=budget), squares)
-        near(found, expected, f"of 9, 1, 16, 4 at a budget of {budget}")
+        bound = module.second_moment_bound(no_kl(module, budget=budget), squares)
+        near(bound, expected, f"of 9, 1, 16, 4 at a budget of {budget}")
     near(module.second_moment_bound(no_kl(module), squares[:0]), 0, "of no square")
 
 

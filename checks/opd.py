@@ -45,7 +45,7 @@ def mean_gradient(
     logp = theta.log_softmax(0)[:, None]  # [5, 1]: a response for each token
     columns = {"old_logp": logp, "rollout_logp": mu[:, None], "ref_logp": teacher[:, None]}
     columns |= {"advantages": torch.arange(5.0).double(), "mask": torch.ones_like(logp)}
-    total, _, _ = terms(module, replace(module.Args(), **flags), logp=logp, **columns)
+    total, _ = terms(module, replace(module.Args(), **flags), logp=logp, **columns)
     (slopes,) = torch.autograd.grad(total, logp, retain_graph=True)
     return torch.autograd.grad(logp, theta, mu.exp()[:, None] * slopes)[0]
 
@@ -59,8 +59,8 @@ def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
     theta, teacher = draw[0].clone().requires_grad_(), draw[1].log_softmax(0)
     pi, mu = theta.log_softmax(0), (draw[0] + 0.3 * draw[2]).log_softmax(0)
     (expected,) = torch.autograd.grad((pi.exp() * (pi - teacher)).sum(), theta)
-    own = mean_gradient(module, theta, teacher, pi.detach())
-    near(own, expected, "over the policy's own tokens the gradient, against that of the KL")
+    on_policy = mean_gradient(module, theta, teacher, pi.detach())
+    near(on_policy, expected, "over the policy's own tokens the gradient, against that of the KL")
     other = mean_gradient(module, theta, teacher, mu)
     near(other, expected, "over another sampler's tokens, with w = π_θ/μ")
     without = mean_gradient(module, theta, teacher, mu, weights="none")

@@ -31,7 +31,7 @@ def balance(module: ModuleType, draws: list, logits: Tensor, V: Tensor, beta: fl
     batch = {"logp": logits.log_softmax(0)[rows][:, None], "old_logp": old[rows][:, None]}
     batch["advantages"] = module.advantages(RIGHT[rows][None], V.reshape(1))[0]  # [n]
     args = replace(module.Args(), anchor=beta)
-    return loss_of(module, args, **batch, mask=torch.ones(len(rows), 1))[0]
+    return loss_of(module, args, **batch, mask=torch.ones(len(rows), 1))
 
 
 def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
@@ -48,5 +48,5 @@ def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
 def check_advantages(module: ModuleType) -> None:
     """R - V of the prompt itself. A group that is all right has advantages, too, if V < 1."""
     rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    found = module.advantages(rewards, torch.tensor([0.75, 0.25]))
-    assert torch.equal(found, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))
+    A = module.advantages(rewards, torch.tensor([0.75, 0.25]))
+    assert torch.equal(A, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))

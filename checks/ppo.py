@@ -44,9 +44,9 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
                     ahead = sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * V[t + n]
                     mean += ahead * lam ** (n - 1) * (1 - lam if n < left else 1)
                 expected[row, at[t]] = mean
-        found, returns = module.advantages(rewards, values, mask, gamma, lams)
+        A, returns = module.advantages(rewards, values, mask, gamma, lams)
         near(returns, expected, f"returns at γ = {gamma}")
-        near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
+        near(A, (expected - values) * mask, f"advantages at γ = {gamma}")
 
 
 def check_token_rewards(module: ModuleType) -> None:
@@ -93,5 +93,5 @@ def check_judge(module: ModuleType) -> None:
     returns = torch.cat([part.returns for part in parts])
     near(returns, module.advantages(*known, 0.9)[1], "the critic's targets", 1e-6)
     A = module.advantages(*known, 0.5)[0]
-    found = torch.cat([part.token_advantages for part in parts])
-    near(found, (A - A.mean()) / A.std(), "the policy's advantages", 1e-4)
+    whitened = torch.cat([part.token_advantages for part in parts])
+    near(whitened, (A - A.mean()) / A.std(), "the policy's advantages", 1e-4)

@@ -30,16 +30,15 @@ def objective(b: Batch) -> tuple[Tensor, Tensor | int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share and its sides, or gate_closed; the weights of responses; silenced tokens."""
-    silenced = (b.mask - kept(b)).sum()
-    found = {"silenced": (silenced, None), "silenced_share": (silenced, b.mask.sum())}
+    """clip_share and its sides, or gate_closed; the weights of responses; the silenced share."""
+    pairs = {"silenced_share": ((b.mask - kept(b)).sum(), b.mask.sum())}
     if b.args.lag:
         w = age(b)
-        found["weight"] = w.clip(max=b.args.is_cap).sum(), len(w)
-        found["weight_max"] = w.max(), None
+        pairs["weight"] = w.clip(max=b.args.is_cap).sum(), len(w)
+        pairs["weight_max"] = w.max(), None
     if b.args.tokens == "maspo":
-        return found | {"gate_closed": share(1 - maspo.gates(b), b.mask)}
-    return found | clip_statistics(b)
+        return pairs | {"gate_closed": share(1 - maspo.gates(b), b.mask)}
+    return pairs | clip_statistics(b)
 
 
 TOKENS = {"tau_p": 0.45, "entropy_quantile": 0.9}

@@ -34,11 +34,12 @@ def check_outliers(module: ModuleType) -> None:
     def odd(values: list[float], k: float) -> list[int]:
         """Which rows are outliers, their lengths equal."""
         every = torch.tensor([[7.0, value] for value in values], dtype=torch.float64)
-        args, found = no_kl(module, outliers=k), []
+        args = no_kl(module, outliers=k)
+        rows = []
         for columns in (every, every.flip(1)):
-            found.append(module.outliers(args, columns, columns).nonzero()[:, 0].tolist())
-        assert found[0] == found[1]
-        return found[0]
+            rows.append(module.outliers(args, columns, columns).nonzero()[:, 0].tolist())
+        assert rows[0] == rows[1]
+        return rows[0]
 
     for sign in (1, -1):
         values = [sign * x for x in [10.0] * 9 + [40.0]]
@@ -47,15 +48,15 @@ def check_outliers(module: ModuleType) -> None:
     assert odd([0.1 + 1e-9 * i for i in range(8)], 1.0) == odd([1.0, 2, 3, 99], 0.0) == []
 
 
-def check_measures(module: ModuleType) -> None:
+def check_length_and_logp(module: ModuleType) -> None:
     """Length and mean log μ over the response; the mean does not fall with the length. An outlier
     is one among the responses of all ranks."""
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
     mu = torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
-    own = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
-    near(own, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
-    every = torch.cat([own, own[:1].expand(8, 2)])
-    assert module.outliers(no_kl(module, outliers=2.5), own, every).tolist() == [False, True]
+    values = module.length_and_logp(SimpleNamespace(mask=mask, rollout_logp=mu))
+    near(values, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
+    every = torch.cat([values, values[:1].expand(8, 2)])
+    assert module.outliers(no_kl(module, outliers=2.5), values, every).tolist() == [False, True]
 
 
 def check_without_baseline(module: ModuleType) -> None:

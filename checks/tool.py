@@ -97,8 +97,8 @@ def check_turns(module: ModuleType) -> None:
             near(made.sequences[row], [prompt, *tokens, *padding], f"prompt and tokens {said}")
             near(made.mask[row], mask + padding, f"mask {said}")
             near(made.rollout_logp[row], logps + padding, f"log μ {said}", 1e-6)
-            found = [getattr(made, name)[row] for name in ("calls", "failed", "finished")]
-            near(found, ends, f"calls, failed and finished {said}")
+            ended = [getattr(made, name)[row] for name in ("calls", "failed", "finished")]
+            near(ended, ends, f"calls, failed and finished {said}")
 
 
 def check_dropped(module: ModuleType) -> None:

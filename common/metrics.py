@@ -46,11 +46,17 @@ class Means:
 
 
 def clip_shares(
-    logp: Tensor, batch: Rollout, low: float, high: float, name: str = "clip"
+    logp: Tensor,
+    batch: Rollout,
+    low: float,
+    high: float,
+    name: str = "clip",
+    A: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Share of the response tokens that lose their gradient by a clip of r = π_θ/π_old `[n, T]`,
-    and its two parts: above 1 + high where Â > 0, below 1 - low where Â < 0."""
-    A = batch.advantages[:, None]  # [n, 1]
+    and its two parts: above 1 + high where Â > 0, below 1 - low where Â < 0. `A [n, T]` are the
+    advantages, if they are not one for each response."""
+    A = batch.advantages[:, None] if A is None else A  # [n, 1] or [n, T]
     ratio = (logp - batch.old_logp).exp()  # [n, T]
     above = (A > 0) & (ratio > 1 + high)  # [n, T]
     below = (A < 0) & (ratio < 1 - low)  # [n, T]

@@ -1,16 +1,12 @@
 """Several runs in one figure and one table.
 
     python -m tools.compare RUN_FOLDER ... [--out NAME]
-    python -m tools.compare --sheet FILE.png RUN_FOLDER ...
 
-The first command writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the
-table; runs may be under way. Runs that differ only in their seed are of one kind. The figure shows
-their mean as a line and the range from the lowest to the highest seed as a band; the table shows
-their mean ± their standard deviation. A kind is called by its algorithm and by the flags in which
-it differs from another kind.
-
---sheet draws one picture with a row of four small panels for each run; the first run is repeated in
-grey in all rows.
+It writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the table; runs may
+be under way. Runs that differ only in their seed are of one kind. The figure shows their mean as a
+line and the range from the lowest to the highest seed as a band; the table shows their mean ± their
+standard deviation. A kind is called by its algorithm and by the flags in which it differs from
+another kind.
 """
 
 import shlex
@@ -21,13 +17,16 @@ from statistics import fmean, stdev
 
 import numpy as np
 from common.cli import BadInput, in_one_line, say
-from common.curves import BLUE, ORANGE, PANELS, ROUNDING, series, sheet, smooth
+from common.curves import PANELS, ROUNDING, series, sheet, smooth
 from common.metrics import fell
 from common.run import atomic_write, read_lines, saved_config
 from tools import arguments
 
 # Flags that do not change the training
-FREE = set("id seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
+FREE = set(
+    """id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb
+    acted""".split()
+)
 # Flags that also tell kinds of different algorithms apart; the others have defaults of their own
 EVERYWHERE = ("model", "task", "lr")
 TITLES = {
@@ -233,70 +232,6 @@ def target(out: str) -> tuple[Path, Path]:
     return picture, text
 
 
-def draw_sheet(runs: list[Run]) -> object:
-    """A figure with four small panels for each run: reward, held-out accuracy, response length and
-    the first metric that shows the algorithm acting. The first run is grey in the other rows. All
-    rows end with the shortest run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.35 * len(runs) + 0.7), layout="constrained")
-    figure.suptitle(
-        "line: mean of 9 steps; held-out accuracy: circles greedy, squares sampled; "
-        f"grey: {runs[0].config['algorithm']}",
-        fontsize=11,
-    )
-    rows = figure.subplots(len(runs), 4, sharex=True, squeeze=False)
-    for run, axes in zip(runs, rows):
-        own = next(iter(run.config["acted"]))
-        for shown, grey in ((runs[0], True), (run, False)):
-            draw_row(axes, shown, own, grey)
-        axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
-        axes[3].set_title(textwrap.fill(run.config["acted"][own], 29), fontsize=9, color=ORANGE)
-    for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
-        axis.set_title(title, fontsize=11)
-    shortest = min(run.lines[-1]["step"] for run in runs)
-    for axis in rows[-1]:
-        axis.set_xlabel("step", fontsize=10)
-        axis.set_xlim(-0.03 * shortest, 1.03 * shortest)
-    return figure
-
-
-def draw_row(axes: np.ndarray, run: Run, own: str, grey: bool) -> None:
-    """One run's curves in the four panels of a row; in grey without its own metric."""
-    blue, orange = ("0.75", "0.75") if grey else (BLUE, ORANGE)
-    for axis, name in zip(axes, ("reward", "greedy", "response_len", own)):
-        axis.tick_params(labelsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
-        if name == own and grey:
-            continue
-        steps, values = series(run.lines, name)
-        if name == "greedy":
-            axis.plot(steps, values, "o-", markersize=3, color=blue)
-            axis.plot(*series(run.lines, "sampled"), "s--", markersize=3, color=orange)
-            axis.set_ylim(-0.03, 1.03)
-        elif 2 * len(steps) < len(run.lines):  # rare events are dots
-            axis.plot(steps, values, "o", markersize=3, color=orange)
-        else:
-            axis.plot(steps, smooth(values, 9), color=orange if name == own else blue)
-    axes[0].set_ylim(-0.03, 1.03)
-
-
-def save_sheet(folders: list[Path], picture: Path) -> None:
-    """Draw the sheet of these runs into `picture`."""
-    if picture.suffix != ".png" or not picture.parent.is_dir():
-        raise BadInput(f"--sheet {picture}: must be a .png file in a folder that exists")
-    from PIL import Image  # a dependency of matplotlib
-
-    figure = draw_sheet([load(folder) for folder in folders])
-    with atomic_write(picture) as partial:
-        figure.savefig(partial, dpi=100, format="png")
-        few_colours = Image.open(partial).convert("RGB").quantize(64)  # a third of the bytes
-        few_colours.save(partial, format="png", optimize=True)
-    say(picture)
-
-
 def main(folders: list[Path], out: str) -> None:
     """Write the picture and the table, and print the table."""
     picture, text = target(out)
@@ -315,12 +250,8 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--out", default="compare", help="a name (default: compare)")
-    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="a row for each run")
     words = parser.parse_args()
     try:
-        if words.sheet:
-            save_sheet(words.folders, words.sheet)
-        else:
-            main(words.folders, words.out)
+        main(words.folders, words.out)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))

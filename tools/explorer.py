@@ -82,7 +82,7 @@ def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
     entropies = torch.linspace(0, 0.875, T, dtype=torch.float64)  # [T]
     logp = (old_logp + moved).requires_grad_()
     A = torch.full((n,), at["sign"] * at["size"], dtype=torch.float64)  # [N]
-    total, _, _ = terms(
+    total, _ = terms(
         module,
         module.Args(),
         logp=logp,

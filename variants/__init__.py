@@ -43,21 +43,29 @@ class Trunk(Flags):
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
 
 
-def loop_of(base: ModuleType, own: dict, diff: str = "") -> FunctionType:
+def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
     """`base.main` as if it stood in the file with these globals, changed by a diff: hunks of lines
     that begin with a blank, - or +, an empty line between them. A name that the file does not
-    define, such as `advantages`, is the base file's."""
+    define, such as `advantages` or `policy_loss`, is the base file's."""
     for name, value in vars(base).items():
-        own.setdefault(name, value)
-    source = getattr(base.main, "source", None) or re.sub(MARKS, "", inspect.getsource(base.main))
-    for hunk in diff.strip("\n").split("\n\n") if diff else ():
-        lines = hunk.split("\n")
-        old, new = ([x[1:] + "\n" for x in lines if x[:1] in ("", " ", sign)] for sign in "-+")
-        if source.count("".join(old)) != 1:
+        namespace.setdefault(name, value)
+    source = getattr(base.main, "source", None)  # if the base file is a variant
+    if source is None:
+        source = re.sub(MARKS, "", inspect.getsource(base.main))
+    hunks = diff.strip("\n").split("\n\n") if diff else []
+    for hunk in hunks:
+        before, after = "", ""
+        for line in hunk.split("\n"):
+            sign, text = line[:1], line[1:] + "\n"
+            if sign != "+":
+                before += text
+            if sign != "-":
+                after += text
+        if source.count(before) != 1:
             raise LookupError(f"{base.__name__}.main has no, or several times:\n{hunk}")
-        source = source.replace("".join(old), "".join(new))
-    name = f"{own['__file__']}: main"
+        source = source.replace(before, after)
+    name = f"{namespace['__file__']}: main"
     linecache.cache[name] = len(source), None, source.splitlines(True), name  # for tracebacks
-    exec(compile(source, name, "exec", dont_inherit=True), own)
-    own["main"].source = source
-    return own["main"]
+    exec(compile(source, name, "exec", dont_inherit=True), namespace)
+    namespace["main"].source = source
+    return namespace["main"]

@@ -26,35 +26,17 @@ mean (Hu et al., 2501.03262), MaxRL (2602.02710), and the divisor of ScaleRL (25
 
 Any number that does not depend on y_i may be subtracted without changing the expected gradient; it
 changes the variance. REINFORCE pushes every right answer up and no wrong one down. The group's mean
-contains R_i: with it the gradient is (G-1)/G of the true one. RLOO removes this factor, as its
-advantage is G/(G-1) (R_i - mean R). Whitening subtracts the batch's mean and divides by its
-standard deviation.
+contains R_i: with it the gradient is (G-1)/G of the true one. RLOO removes this factor. Whitening
+subtracts the batch's mean and divides by its standard deviation.
 
 With a batch's mean, prompts compete. Answers to a prompt that is always solved are above it and
 pushed up; most answers to a hard prompt are pushed down. A group's mean compares only answers to
 one prompt. A batch's std rescales all prompts alike, whereas the group's std in GRPO gives prompts
 near 0 or 1 a larger weight. MaxRL's division gives hard prompts the weight 1/p, so its gradient is
-that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
-`batch` need no group, so `--group_size 1` is enough.
+that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch.
 
 Base file: justrl.py. Differs from it in:
 1. Advantages by `--baseline`; the batch is the rollout, over all ranks.
-
-Differs from the papers in:
-1. All have the same loss, with clip and without KL. REINFORCE++ has the k1 estimate in its reward.
-   RLOO takes one step per rollout and has no clip.
-2. Whitening counts each response as often as it has tokens, as verl does, since each token has its
-   response's advantage. verl puts 1e-8 into the root; here 1e-6 is added to the std. `group` also
-   subtracts the mean of R_i - group's mean over the batch's tokens. It is not 0 if longer responses
-   are worse.
-3. MaxRL where no answer is right: 0, as in prime-rl.
-4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no
-   zero-variance prompts, and no prompts again that were solved at 0.9. TRL's
-   `scale_rewards="batch"` divides by the std of the rewards. This number also contains differences
-   between prompts, so it is larger.
-
-Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in its paper; MaxRL as in
-prime-rl. The papers' other choices are second hand.
 
 Run it:
     torchrun -m variants.baselines                          # laptop, 2 to 4 minutes, no download
@@ -67,23 +49,18 @@ Run it:
 from dataclasses import dataclass
 from typing import Literal
 
-from common.cli import NonNegative
 from common.distributed import ALONE, global_sum, World
 from common.launch import launch
 import torch
 from torch import Tensor
 
-from variants import justrl, loop_of, Trunk
+from variants import justrl, loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28
-    """ε of the upper clip (authors' script)."""
+class Args(justrl.Args):
     baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"
-    """How Â is computed (see the table above)."""
+    """How Â is computed (see the header); for none and batch, `--group_size 1` is enough."""
 
     def compares(self) -> bool:
         return self.baseline not in ("none", "batch")
@@ -92,15 +69,16 @@ class Args(Trunk):
 def advantages(
     rewards: Tensor, how: str = "rloo", sizes: Tensor | None = None, world: World = ALONE
 ) -> Tensor:
-    """`[P, G]` -> `[P, G]`; sizes `[P, G]`: tokens of each response (1 if not given).
+    """`[P, G]` -> `[P, G]`; sizes `[P, G]`: tokens of each response (default: 1).
 
     Rewards [1, 0, 0, 0] give 1 and 0s (none), 1 and -1/3s (rloo), 3 and -1s (maxrl).
     """
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    equal = rewards - rewards[:, :1]  # [P, G]
-    centred, G = equal - equal.mean(dim=1, keepdim=True), rewards.shape[1]  # [P, G]
-    each = torch.ones_like(rewards)  # [P, G]
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    shifted = rewards - rewards[:, :1]  # [P, G]
+    centred = shifted - shifted.mean(dim=1, keepdim=True)  # [P, G]
+    G = rewards.shape[1]
+    once = torch.ones_like(rewards)  # [P, G]
     if how == "none":
         return rewards
     if how == "rloo":
@@ -109,9 +87,10 @@ def advantages(
         mean = rewards.mean(dim=1, keepdim=True)  # [P, 1]
         return torch.where(mean > 0, centred / mean, 0.0)
     if how == "scalerl":
-        return centred / (moments(centred, each, world)[1] + 1e-6)
+        _, std = moments(centred, once, world)
+        return centred / (std + 1e-6)
     values = rewards if how == "batch" else centred  # [P, G]
-    mean, std = moments(values, each if sizes is None else sizes, world)
+    mean, std = moments(values, once if sizes is None else sizes, world)
     return (values - mean) / (std + 1e-6)
 
 
@@ -153,3 +132,19 @@ main = loop_of(justrl, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the papers in:
+# 1. All have the same loss, with clip and without KL. REINFORCE++ has the k1 estimate in its
+#    reward. RLOO takes one step per rollout and has no clip.
+# 2. Whitening counts each response as often as it has tokens, as verl does, since each token has
+#    its response's advantage. verl puts 1e-8 into the root; here 1e-6 is added to the std. `group`
+#    also subtracts the mean of R_i - group's mean over the batch's tokens. It is not 0 if longer
+#    responses are worse.
+# 3. MaxRL where no answer is right: 0, as in prime-rl.
+# 4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no
+#    zero-variance prompts, and no prompts again that were solved at 0.9. TRL's
+#    `scale_rewards="batch"` divides by the std of the rewards. This number also contains
+#    differences between prompts, so it is larger.
+#
+# RLOO and REINFORCE++ are as in verl and TRL, ScaleRL's division as in its paper, MaxRL as in
+# prime-rl. The papers' other choices are second hand.

@@ -1,4 +1,4 @@
-"""Blockwise advantages: working and answer each have their own reward.
+"""Blockwise advantages: working and answer each have a reward.
 
 Pavlenko et al. (Nebius), "Blockwise Advantage Estimation for Multi-Objective RL with Verifiable
 Rewards", 2026, arXiv 2602.10231.
@@ -26,29 +26,15 @@ working before it. Against the group's mean every answer to a good working looks
 working's reward counts twice. The right baseline is the mean reward of answers to this very
 working, which would need more samples from there. The outcome-conditioned baseline uses the group
 instead: it compares an answer with those after a working of the same reward. If there is no other
-one, the advantage is 0 (`alone`). The working gets no signal from its answer. Here it comes to take
-a step too many, which costs it nothing, and accuracy falls again.
+one, the advantage is 0 (`alone`).
 
-The task's own verifier gives a block's reward. It sees that block alone: the working up to the
-marker, or the marker and the answer. With `common/tiny/steps.py` (partial rewards for every right
-step and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
-nothing in a working, so its reward is always 0 and nothing is learnt from it.
+The task's verifier gives a block's reward. It sees that block alone: the working up to the marker,
+or the marker and the answer. `common/tiny/steps.py` has a reward for every right step.
 
 Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.
-3. The default task.
-4. `entropy_good`, `len_good` and the like go by the sign of the answer's advantage.
-
-Differs from the paper in:
-1. The paper's blocks are a solution and the confidence in it, with Brier's score as the second
-   reward.
-2. The paper's outcome is right or wrong; ours is the working's reward.
-3. We do not know ε; 0.2 is ours. The paper also steers the entropy to a target, and has weight
-   decay 0.1.
-
-Confidence: loss, baselines and sizes are as read in the paper; there is no code of the authors. We
-do not know how it treats a response without its last block; ours counts as 0.
+3. The default task. (With `arithmetic` the working has no reward, and nothing is learnt from it.)
 
 Run it:
     torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
@@ -68,9 +54,11 @@ from common.clock import timed
 from common.data import Task
 from common.distributed import global_sum, World
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
+from minirl import advantages  # noqa: F401  (for LOOP: R minus the mean)
 import sapo
 from variants import Trunk, loop_of
 
@@ -90,19 +78,8 @@ class Args(Trunk):
     answers in the group whose working has the same reward."""
 
 
-def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
-    # too easy or too hard teaches nothing.
-    return centred  # no std: a block's reward keeps its scale
-
-
 def compared(args: Args, working: Tensor) -> Tensor:
-    """True `[P, G, G]` if answer j is in the baseline of answer i, given the workings' rewards."""
+    """True `[P, G, G]` if answer j is in the baseline of answer i, by the workings' rewards."""
     return (working[:, :, None] == working[:, None]) | (args.baseline == "group")
 
 
@@ -130,9 +107,9 @@ def marker_token(args: Args, tokenizer: object) -> int:
 
 def working_mask(rollout: Rollout, marker: int) -> Tensor:
     """1.0 on the working's tokens `[N, T]`: up to the last marker, or all if there is none."""
-    found = (rollout.tokens == marker) & rollout.mask.bool()  # [N, T]
-    ahead = found.flip(1).cumsum(1).flip(1) > 0  # [N, T]: a marker is here or later
-    return rollout.mask * (ahead | ~found.any(1, keepdim=True))
+    marked = (rollout.tokens == marker) & rollout.mask.bool()  # [N, T]
+    ahead = marked.flip(1).cumsum(1).flip(1) > 0  # [N, T]: a marker is here or later
+    return rollout.mask * (ahead | ~marked.any(1, keepdim=True))
 
 
 def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[str], list[str]]:
@@ -147,10 +124,43 @@ def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[
 @timed("reward")
 def block_rewards(task: Task, rollout: Rollout, answers: list[str], marker: int) -> list[Tensor]:
     """The rewards of the workings and those of the answers, `[N]` each."""
-    found = []
+    rewards = []
     for texts in block_texts(rollout, marker, task.tokenizer):
-        found.append(torch.tensor(task.verifier(texts, answers), device=rollout.mask.device))
-    return found
+        rewards.append(torch.tensor(task.verifier(texts, answers), device=rollout.mask.device))
+    return rewards
+
+
+def token_advantages(batch: Rollout) -> Tensor:
+    """Â_k `[n, T]`: each token has the advantage of its block."""
+    working, answer = batch.working_advantages[:, None], batch.advantages[:, None]  # [n, 1]
+    return torch.where(batch.working > 0, working, answer)  # [n, T]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = token_advantages(batch)  # [n, T]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
+    # that it can come back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
+    per_response = 0.0
+    for block in (mask * batch.working, mask * (1 - batch.working)):  # [n, T]
+        mean = (objective * block).sum(dim=1) / block.sum(dim=1).clamp(min=1)  # [n]
+        per_response = per_response + mean  # [n]
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    apart = (batch.working_advantages - batch.advantages).abs()  # [n]
+    A = token_advantages(batch)  # [n, T]
+    return {
+        **clip_shares(logp, batch, args.clip_low, args.clip_high, A=A),
+        "advantages_apart": (apart.sum(), len(apart)),
+    }
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
@@ -159,29 +169,6 @@ ACTED = {
     "alone": "answers without a sibling to compare with (share)",
     "working_reward": "reward of the working",
 }
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    working = batch.working  # [n, T]: 1 on the working, 0 on the answer
-    # [n, T]: each token has its block's advantage
-    A = torch.where(working > 0, batch.working_advantages[:, None], batch.advantages[:, None])
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    stats["advantages_apart"] = (batch.working_advantages - batch.advantages).abs().sum(), len(mask)
-    # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
-    blocks = (mask * working, mask * (1 - working))  # [n, T], [n, T]
-    means = [(objective * block).sum(1) / block.sum(1).clamp(min=1) for block in blocks]  # [n] each
-    return -sum(means).sum(), mask.new_tensor(len(mask)), stats  # sum, count
 
 
 # Lines of sapo.py's loop and what they become here
@@ -207,3 +194,18 @@ main = loop_of(sapo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper's blocks are a solution and the confidence in it, with Brier's score as the second
+#    reward.
+# 2. The paper's outcome is right or wrong; ours is the working's reward.
+# 3. We do not know ε; 0.2 is ours. The paper also steers the entropy to a target, and has weight
+#    decay 0.1.
+#
+# The working gets no signal from its answer. Here it comes to take a step too many, which costs it
+# nothing, and accuracy falls again. With `common/tiny/steps.py` the rewards of the two blocks add up
+# to the reward of the whole. `entropy_good`, `len_good` and the like go by the sign of the answer's
+# advantage.
+#
+# Loss, baselines and sizes are as read in the paper; there is no code of the authors. We do not
+# know how it treats a response without its last block; ours counts as 0.

@@ -14,9 +14,9 @@ responses:
 
     w(y_t) Â     and     -c(v) Â
 
-The gradient of a token's log-probability is its score. Under the policy's own samples the mean
-score at a prefix is zero: Σ_v π_θ(v) ∇ log π_θ(v) = ∇ 1 = 0. Under the sampler's it is not, and the
-update at a prefix has two parts (here with w = 1):
+The gradient of a token's log-probability is its score. Under the policy's samples the mean score at
+a prefix is zero: Σ_v π_θ(v) ∇ log π_θ(v) = ∇ 1 = 0. Under the sampler's it is not, and the update
+at a prefix has two parts (here with w = 1):
 
     E_μ[A ∇ log π_θ]  =  E_μ[A] E_μ[∇ log π_θ]  +  Cov_μ(A, ∇ log π_θ)
                          (drift)                   (what was learnt from rewards)
@@ -28,31 +28,13 @@ centred estimate subtracts the mean score, so that the covariance alone remains.
 
 The mean needs μ of all tokens, and an engine reports K of them. Outside of these K (the tail), μ is
 taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) / (1 - Σ_K π_θ). Hence
-α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail: the mean is
-exact, and α does not matter.
+α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
+is exact.
 
-With `--weight` the sampled token has a weight, and so has its mean:
-
-    none    1
-    tis     min(π_θ/μ, w_high)
-    icepop  π_θ/μ if w_low <= π_θ/μ <= w_high, else 0
-
-The untruncated π_θ/μ leaves nothing to centre: μ π_θ/μ = π_θ, whose mean score is zero. So centring
-and importance weights are two ways to the same end. One removes the drift but keeps the sampler's
-distribution over tokens; the other also replaces it, at the price of variance.
-
-Base file: minirl.py, because its objective is a weight times Â log π_θ, too: a clip of the ratio,
-as in icepop.py or grpo.py, would have to be centred itself. Differs from it in:
+Base file: minirl.py. Differs from it in:
 1. The centring.
 2. No mask M. The weight is 1 by default.
 3. Removed: routing replay and the ablations of the weight (here `--weight`).
-
-Differs from the paper in: we read its abstract, its formulas as NeMo-RL's guide and vime's code
-state them, and neither its text nor its settings. Advantages, the sum over tokens and the optimiser
-are the base file's. Both tail masses are at least 1e-6, as in vime.
-
-Confidence: c and α equal those of vime's published function (its numbers are in checks/). NeMo-RL
-adds the term to whatever loss is configured, with its clip; SkyRL has it on by default since 0.5.0.
 
 Run it:
     torchrun -m variants.centred                            # laptop, 2 to 4 minutes, no download
@@ -84,7 +66,7 @@ class Args(Trunk):
     """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
     the vocabulary; 0: no centring (vLLM's own largest number; the paper's is unknown to us)."""
     weight: Literal["none", "tis", "icepop"] = "none"
-    """w, a function of π_θ/μ (the table in this file's header)."""
+    """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
     w_low: NonNegative = 0.5
     """icepop: smallest weight (OpenRLHF, verl)."""
     w_high: Positive = 5.0
@@ -106,11 +88,43 @@ def centring(args: Args, batch: Rollout) -> Tensor:
     mean of the score, w ∇ log π_θ, under μ."""
     pi, mu = batch.top_logp.detach().exp(), batch.sampler_top.exp()  # [n, T, K]
     weight = importance_weight(args, (batch.top_logp.detach() - batch.sampler_top).exp())
-    tails = [(1 - x.sum(dim=-1, keepdim=True)).clamp(min=1e-6) for x in (mu, pi)]  # [n, T, 1]
-    rho = tails[0] / tails[1]  # [n, T, 1]: in the tail, μ = ρ π_θ
+    mu_tail = (1 - mu.sum(dim=-1, keepdim=True)).clamp(min=1e-6)  # [n, T, 1]
+    pi_tail = (1 - pi.sum(dim=-1, keepdim=True)).clamp(min=1e-6)  # [n, T, 1]
+    rho = mu_tail / pi_tail  # [n, T, 1]: in the tail, μ = ρ π_θ
     alpha = rho * importance_weight(args, 1 / rho)  # [n, T, 1]: μ w = α π_θ there
     # The tail's mean score, α Σ_tail π_θ ∇ log π_θ, is -α Σ_K π_θ ∇ log π_θ: both add up to 0.
     return mu * weight - alpha * pi  # [n, T, K]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    ratio = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
+    score = importance_weight(args, ratio) * logp  # [n, T]: its gradient is the weighted score
+    if args.centre_top > 0:
+        c = centring(args, batch)  # [n, T, K]
+        score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: its mean under μ goes
+    per_response = (A * score * mask).sum(dim=1)  # [n]: a sum, not a mean
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    ratio = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
+    stats = {
+        "weight": ((importance_weight(args, ratio) * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None),
+    }
+    if args.centre_top > 0:
+        moved = centring(args, batch).abs().sum(dim=-1) / 2  # [n, T]
+        tail = 1 - batch.sampler_top.exp().sum(dim=-1)  # [n, T]
+        stats["centred"] = (moved * mask).sum(), mask.sum()
+        stats["tail"] = (tail * mask).sum(), mask.sum()
+    return stats
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
@@ -119,29 +133,6 @@ ACTED = {
     "tail": "μ outside of the K most likely tokens (share)",
     "weight_max": "largest π_θ/μ of a token, before its bound",
 }
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    uncapped = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
-    weight = importance_weight(args, uncapped)  # [n, T]: w
-    score = weight * logp  # [n, T]: its gradient is the weighted score
-    stats = {
-        "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
-    }
-    if args.centre_top > 0:
-        c = centring(args, batch)  # [n, T, K]
-        score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: its mean under μ goes
-        tail = 1 - batch.sampler_top.exp().sum(dim=-1)  # [n, T]
-        stats["centred"] = (c.abs().sum(dim=-1) / 2 * mask).sum(), mask.sum()
-        stats["tail"] = (tail * mask).sum(), mask.sum()
-    per_response = (A * score * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
 
 
 LOOP = """
@@ -157,3 +148,18 @@ main = loop_of(dppo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Advantages, the sum over tokens and the optimiser are the base file's.
+# 2. Both tail masses are at least 1e-6, as in vime.
+#
+# The untruncated π_θ/μ leaves nothing to centre: μ π_θ/μ = π_θ, whose mean score is zero. So
+# centring and importance weights are two ways to the same end. One removes the drift but keeps the
+# sampler's distribution over tokens; the other also replaces it, at the price of variance.
+#
+# minirl.py is the base file because its objective is a weight times Â log π_θ, too: a clip of the
+# ratio, as in icepop.py or grpo.py, would have to be centred itself.
+#
+# Read of the paper: the abstract; and its formulas as NeMo-RL's guide and vime's code state them. c
+# and α equal those of vime's published function (its numbers are in checks/). NeMo-RL adds the term
+# to whatever loss is configured, with its clip; SkyRL has it on by default since 0.5.0.

@@ -24,22 +24,9 @@ sign turns, and rare tokens are pushed down when they are rewarded.
 The clip also kept tokens near π_old. Here nothing does until the next rollout. DPPO's authors see
 collapse where sampler and trainer differ (dppo.py).
 
-Public code has three conventions for the cap. The first is c itself (TRL: 5, as here). The second
-is 1 + ε, with the lower side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2).
-The third has both sides, in the same two if ε_low stays at the usual 0.2. That is another loss: a
-token that has become rare keeps the weight 0.8. In M1, ε_low is too large to act.
-
 Base file: justrl.py. Differs from it in:
 1. -log π with a detached, capped weight instead of min and clip. `--clip_low` and `--clip_high`
    only count which tokens justrl.py would drop.
-
-Differs from the paper in:
-1. The paper does not give its cap; 5 is ScaleRL's (arXiv 2510.13786), as TRL has it.
-2. Four optimiser steps per rollout where M1 takes 16. So no weight is near 5 on the embedded task
-   (`--is_cap 1.2` shows the cap at work). No dynamic sampling, no punishment for length.
-
-Confidence: formula and "no lower bound" are as two frameworks quote the paper. We read cap and
-token mean in TRL's code, the conventions in TRL's, slime's and verl's.
 
 Run it:
     torchrun -m variants.cispo                              # laptop, 2 to 4 minutes, no download
@@ -54,6 +41,7 @@ from dataclasses import dataclass
 from common.batch import Rollout
 from common.cli import NonNegative, Positive
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
@@ -70,6 +58,28 @@ class Args(Trunk):
     """c: largest importance weight r (the paper gives none; ScaleRL's, as TRL has it)."""
 
 
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, without gradient
+    weight = ratio.clamp(max=args.is_cap)  # [n, T]: from above only
+    objective = weight * A * logp  # [n, T]: every token keeps its gradient
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]
+    beyond = clip_shares(logp, batch, args.clip_low, args.clip_high)  # where PPO's M would be 0
+    return {
+        "kept_beyond_clip": beyond["clip_share"],
+        "capped_share": (((ratio > args.is_cap) * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None),
+    }
+
+
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {
     "kept_beyond_clip": "tokens that justrl's clip would drop (share)",
@@ -77,23 +87,21 @@ ACTED = {
 }
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, without gradient
-    weight = ratio.clamp(max=args.is_cap)  # [n, T]: from above only
-    objective = weight * A * logp  # [n, T]: every token keeps its gradient
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    kept = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: PPO's M would be 0
-    stats = {"kept_beyond_clip": ((kept * mask).sum(), mask.sum())}
-    stats["capped_share"] = ((ratio > args.is_cap) * mask).sum(), mask.sum()
-    stats["weight_max"] = torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
-
-
 main = loop_of(justrl, globals())
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper does not give its cap; 5 is ScaleRL's (arXiv 2510.13786), as TRL has it.
+# 2. Four optimiser steps per rollout where M1 takes 16. So no weight is near 5 on the embedded task
+#    (`--is_cap 1.2` shows the cap at work). No dynamic sampling, no punishment for length.
+#
+# Public code has three conventions for the cap. The first is c itself (TRL: 5, as here). The second
+# is 1 + ε, with the lower side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c =
+# 1.2). The third has both sides, in the same two if ε_low stays at the usual 0.2. That is another
+# loss: a token that has become rare keeps the weight 0.8. In M1, ε_low is too large to act.
+#
+# The formula without a lower bound is as two frameworks quote the paper. Cap and token mean are as
+# in TRL's code, the conventions as in TRL's, slime's and verl's.

@@ -18,8 +18,7 @@ A zero-variance group, all right or all wrong, has no gradient. As the model imp
 become all right, and the gradient of the other groups has more noise. In the token mean it is also
 smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling replaces these
 groups with the next prompts of the stream. This costs tokens that are sampled and dropped
-(`extra_tokens`), more as the model gets better. The batch's own reward is then between 1/G and 1 -
-1/G for any model; `reward_drawn` is the reward of all sampled responses.
+(`extra_tokens`), more as the model gets better. `reward_drawn` counts these responses, too.
 
 A response cut at the limit counts as wrong, even if its reasoning is good. The soft punishment
 warns before that: over the last `--overlong_buffer` tokens it grows to half of the reward of a
@@ -34,17 +33,6 @@ Base file: justrl.py, which has the token mean and clip-higher. Differs from it 
    and zero-variance groups get no punishment: there the z-score would make the smallest punishment
    as large as a wrong answer.
 3. `--mask_truncated` leaves cut responses out of the loss.
-
-Differs from the paper in:
-1. A round draws one prompt for each zero-variance group. verl's recipe draws three batches and
-   drops zero-variance and surplus groups: fewer rounds, more samples. It stops the run after ten
-   rounds, so no such group is in its batch. Here groups that are left after `--max_draws` rounds
-   stay: their tokens have no gradient, and count in Σ_i |y_i|.
-2. Rewards are 0 and 1, in the paper -1 and 1. Under the z-score its punishment of 1 is 1/2 here.
-3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
-
-Confidence: we read filter, punishment and sizes in the authors' recipe for verl. The formula and
-the warm-up of 20 (the script: 10) are second hand.
 
 Run it:
     torchrun -m variants.dapo                               # laptop, three minutes, no download
@@ -64,18 +52,15 @@ from common.clock import timed
 from common.data import Problem, Task
 from common.distributed import gather, global_sum, World
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
-from variants import justrl, loop_of, Trunk
+from variants import justrl, loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28
-    """ε of the upper clip (authors' script)."""
+class Args(justrl.Args):
     max_draws: Count = 10
     """Rounds of sampling in a step, including the first; 1: no dynamic sampling (verl's recipe)."""
     overlong_buffer: Whole = 24
@@ -99,10 +84,12 @@ def punished(rewards: Tensor, rollout: Rollout, args: Args) -> Tensor:
     return rewards + mixed * overlong(rollout.mask.sum(dim=1), args).view_as(rewards)  # [P, G]
 
 
-def trained(batch: Rollout, args: Args) -> Tensor:
-    """The tokens `[n, T]` in the loss: all, or with `--mask_truncated` those of responses that were
-    not cut."""
-    return batch.mask * batch.finished[:, None] if args.mask_truncated else batch.mask
+def trained(args: Args, batch: Rollout) -> Rollout:
+    """The batch; with `--mask_truncated` its mask is 0 on responses that were cut."""
+    if not args.mask_truncated:
+        return batch
+    mask = batch.mask * batch.finished[:, None]  # [n, T]
+    return Rollout(**vars(batch) | {"mask": mask})
 
 
 class Draws:
@@ -169,29 +156,29 @@ class Draws:
         }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "extra_tokens": "tokens sampled and dropped, per token trained on",
-    "reward_drawn": "reward of all sampled responses",
-    "overlong": "punishment of long responses, mean",
-}
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = trained(batch, args)  # [n, T]: 1 on the tokens that are trained
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = trained(args, batch).mask  # [n, T]: 1 on the tokens that are trained
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    return clip_shares(logp, trained(args, batch), args.clip_low, args.clip_high)
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "extra_tokens": "tokens sampled and dropped, per token trained on",
+    "reward_drawn": "reward of all sampled responses",
+    "overlong": "punishment of long responses, mean",
+}
 
 
 # Lines of justrl.py's loop and what they become here
@@ -222,3 +209,14 @@ main = loop_of(justrl, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. A round draws one prompt for each zero-variance group. verl's recipe draws three batches and
+#    drops zero-variance and surplus groups: fewer rounds, more samples. It stops the run after ten
+#    rounds, so no such group is in its batch. Here groups that are left after `--max_draws` rounds
+#    stay: their tokens have no gradient, and count in Σ_i |y_i|.
+# 2. Rewards are 0 and 1, in the paper -1 and 1. Under the z-score its punishment of 1 is 1/2 here.
+# 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
+#
+# Filter, punishment and sizes are those of the authors' recipe for verl. The formula and the
+# warm-up of 20 (the script: 10) are second hand.

@@ -32,22 +32,6 @@ Base file: minirl.py. Differs from it in:
 2. Cap 20. Removed: the ablation without μ, as the mask needs μ; the length norm; and routing
    replay, without which the authors' mixture of experts stays stable.
 
-Differs from the paper in:
-1. Only the coin's divergence; the paper also has one over the most likely tokens.
-2. Advantages have no std, and tokens are summed, as in the base file. verl's script does the same,
-   and also divides the sums by a constant.
-3. The cap is 20, as in verl and TRL. The authors' own code has 10. verl's script sets 10,000, in
-   effect none.
-
-prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, w uncapped, and (log w)²
-times 1e-3 on every token. Its page (read in November 2026) calls it the default. Its code of 21
-August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square. Nothing pulls
-a masked token back, but the square does. The last command below is IPO, except for its average over
-all tokens, which only changes lr.
-
-Confidence: we read masks and caps in the authors' code and verl's, and IPO in prime-rl's code and
-page. δ is as TRL and verl's script give the paper's, which asks for a large cap.
-
 Run it:
     torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.dppo --trust_region kl
@@ -87,48 +71,61 @@ class Args(Trunk):
     """κ: weight of (log π_θ/μ)² on every token, masked or not (our choice; prime-rl: 1e-3)."""
 
 
+DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper
+
+
+def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """True `[n, T]` where M = 0, for log π_θ `[n, T]` without gradient."""
+    p, mu = logp.exp(), batch.rollout_logp.exp()  # [n, T]: the coins' probabilities
+    if args.trust_region == "tv":
+        divergence = (p - mu).abs()  # [n, T]
+    else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
+        others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
+        divergence = (1 - mu) * others - mu * (logp - batch.rollout_logp)  # [n, T]: KL(μ ‖ π_θ)
+    # `~ <=`, so that NaN (a p that rounds to more than 1) counts as beyond.
+    beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
+    if args.two_sided:
+        return beyond  # also tokens that would come back
+    A = batch.advantages[:, None]  # [n, 1]
+    return beyond & (((A > 0) & (p > mu)) | ((A < 0) & (p < mu)))  # [n, T]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    cut = masked(args, logp.detach(), batch)  # [n, T]: M = 0
+    weight = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ, without gradient
+    weight = weight.clamp(max=args.is_cap)  # [n, T]
+    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
+    # The square brings a token back, masked or not.
+    objective = objective - args.log_square * (logp - batch.rollout_logp) ** 2  # [n, T]
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    cut = masked(args, logp, batch)  # [n, T]
+    uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]
+    return {
+        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "masked_above": ((cut * (uncapped > 1) * mask).sum(), mask.sum()),
+        "masked_below": ((cut * (uncapped < 1) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+
+
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "weight_max": "largest weight π_θ/μ, before its cap",
 }
-DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    log_weight = logp.detach() - batch.rollout_logp  # [n, T]
-    uncapped = log_weight.exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
-    p, mu = logp.detach().exp(), batch.rollout_logp.exp()  # [n, T]: the coins' probabilities
-    if args.trust_region == "tv":
-        divergence = (p - mu).abs()  # [n, T]
-    else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
-        others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
-        divergence = (1 - mu) * others - mu * log_weight  # [n, T]: KL(μ ‖ π_θ)
-    # `~ <=`, so that NaN (a p that rounds to more than 1) counts as beyond.
-    beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
-    out_above, out_below = beyond & (p > mu), beyond & (p < mu)  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    if args.two_sided:
-        cut = beyond  # [n, T]: also tokens that would come back
-    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
-    objective = (
-        objective - args.log_square * (logp - batch.rollout_logp) ** 2
-    )  # [n, T]: brings it back
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    stats = {
-        "masked_share": ((cut * mask).sum(), mask.sum()),
-        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
-    }
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
 
 
 # Lines of minirl.py's loop and what they become here
@@ -147,12 +144,12 @@ LOOP = """
 
 -            if args.routing_replay == "r3":  # in π_old's own evaluation, too
 -                minibatch.replayed_experts = minibatch.sampler_experts
--            found = all_logprobs(policy, minibatch, args, world, experts=records)
--            minibatch.old_logp = found.logp  # [n, T]
+-            old = all_logprobs(policy, minibatch, args, world, experts=records)
+-            minibatch.old_logp = old.logp  # [n, T]
 -            if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
--                minibatch.replayed_experts = found.experts
+-                minibatch.replayed_experts = old.experts
 -            if engine.reports_experts:
--                means.add(experts_differ=experts_differ(minibatch, found.experts))
+-                means.add(experts_differ=experts_differ(minibatch, old.experts))
 +            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 """
 main = loop_of(minirl, globals(), LOOP)
@@ -160,3 +157,19 @@ main = loop_of(minirl, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. Only the coin's divergence; the paper also has one over the most likely tokens.
+# 2. Advantages have no std, and tokens are summed, as in the base file. verl's script does the
+#    same, and also divides the sums by a constant.
+# 3. The cap is 20, as in verl and TRL. The authors' code has 10. verl's script sets 10,000, in
+#    effect none.
+#
+# prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, w uncapped, and
+# (log w)² times 1e-3 on every token. Its page (read in November 2026) calls it the default. Its
+# code of 21 August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square.
+# Nothing pulls a masked token back, but the square does. The header's third command is IPO, except for its
+# average over all tokens, which only changes lr.
+#
+# Masks and caps are those of the authors' code and verl's, IPO of prime-rl's code and page. δ is
+# as TRL and verl's script give the paper's, which asks for a large cap.

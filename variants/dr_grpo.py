@@ -31,14 +31,6 @@ Base file: grpo.py. Differs from it in:
 2. A sum over tokens divided by the constant `--max_new_tokens`.
 3. No KL term, no reference model.
 
-Differs from the paper in:
-1. The authors' code divides by 3000, the length limit of its runs; ours by the run's own limit.
-2. Four optimiser steps per rollout. The authors' code takes one epoch of a batch as large as the
-   rollout, so r = 1 always.
-3. `--grad_clip 1` sees a gradient of another scale than GRPO's.
-
-Confidence: we read objective, constant and sizes in the authors' code; ε is their default, 0.2.
-
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
     # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
@@ -52,6 +44,7 @@ from dataclasses import dataclass
 from common.batch import Rollout
 from common.cli import NonNegative
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
@@ -69,8 +62,8 @@ class Args(Trunk):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
@@ -78,12 +71,8 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred  # no std: 1/std would weight prompts by their difficulty
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"clip_share": "tokens clipped (share)"}
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
@@ -91,16 +80,20 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
     # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
     # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    return clip_shares(logp, batch, args.clip_low, args.clip_high)
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"clip_share": "tokens clipped (share)"}
 
 
 main = loop_of(sapo, globals())
@@ -108,3 +101,11 @@ main = loop_of(sapo, globals())
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The authors' code divides by 3000, the length limit of its runs; ours by the run's own limit.
+# 2. Four optimiser steps per rollout. The authors' code takes one epoch of a batch as large as the
+#    rollout, so r = 1 always.
+# 3. `--grad_clip 1` sees a gradient of another scale than GRPO's.
+#
+# Objective, constant and sizes are those of the authors' code; ε is its default, 0.2.

@@ -22,35 +22,17 @@ at 14B and 32B; the other 80% alone do much worse.
 
 Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
 kept tokens nothing is biased. H depends on the place, not on the token drawn there: at a fork every
-token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones. Here
-an improbable token at a place of low entropy, which has the largest gradient of all, is left out
-when it is punished, too.
+token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones.
 
-Another rule, KL-Cov, chooses tokens by their effect on the entropy (Cui et al., "The Entropy
-Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To
-first order a step lowers the entropy by the covariance of log π_θ and Â. The authors find that few
-tokens contribute far more to it than the others:
+Another rule, KL-Cov, chooses tokens by their effect on the entropy (Cui et al., arXiv 2505.22617).
+To first order a step lowers the entropy by the covariance of log π_θ and Â, to which few tokens
+contribute far more than the others:
 
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
 
 Base file: stapo.py. Differs from it in:
 1. The mask I: by entropy alone, for right and wrong responses; or by covariance.
-
-Differs from the paper in:
-1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of
-   zero-variance groups are in the quantile and in the denominator.
-2. τ is the quantile over the mini-batch of all ranks together. The authors' code takes the top 20%
-   of each micro-batch, so memory decides which tokens are trained.
-3. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
-4. Covariances, too, are of the mini-batch over all ranks, under π_θ when it begins; verl's are of a
-   micro-batch. The 0.2% is a quantile, rounded up.
-TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
-
-Confidence: objective and ε are as in the paper and the authors' code; TRL's numbers agree, except
-for that factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's
-code. Its 0.2% and coefficient 1 are from scripts for 7B, read in copies; verl's are 0.02% and, in
-its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, 2 to 4 minutes, no download
@@ -63,12 +45,14 @@ Run it:
 """
 
 from dataclasses import dataclass
+import math
 from typing import Literal
 
 from common.batch import Rollout
 from common.cli import NonNegative, Share
 from common.distributed import gather, World
 from common.launch import launch
+from common.metrics import clip_shares
 import numpy
 import torch
 from torch import Tensor
@@ -105,18 +89,52 @@ def top_threshold(share: float, pool: Tensor) -> Tensor:
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `chosen` `[m, T]`: the tokens that `--tokens` chooses from a mini-batch of
     all ranks."""
-
-    def pooled(values: Tensor) -> Tensor:
-        return gather(values, world)
-
-    on, logp = batch.mask.bool(), batch.logp  # [m, T], [m, T]
-    score, share = batch.entropy, args.top_entropy  # [m, T]
+    on = batch.mask.bool()  # [m, T]
     if args.tokens == "kl_cov":
-        A = batch.advantages[:, None].expand_as(logp)  # [n, T]
-        score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
         share = args.kl_cov_share
-    # Responses of a group begin alike; rounding must not make them differ
-    batch.chosen = score >= top_threshold(share, pooled(score[on])) - 1e-5
+        A = batch.advantages[:, None].expand_as(batch.logp)  # [m, T]
+        mean_logp = gather(batch.logp[on], world).mean()  # []
+        mean_A = gather(A[on], world).mean()  # []
+        score = (batch.logp - mean_logp) * (A - mean_A)  # [m, T]: c
+    else:
+        share = args.top_entropy
+        score = batch.entropy  # [m, T]
+    # Responses of a group begin alike; rounding must not make them differ.
+    batch.chosen = score >= top_threshold(share, gather(score[on], world)) - 1e-5  # [m, T]
+
+
+def pull(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """KL-Cov's κ |log r| `[n, T]`, which keeps a token near π_old."""
+    return args.kl_cov_coef * (logp - batch.old_logp).abs()  # [n, T]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    if args.tokens == "kl_cov":  # every token is trained, without a clip
+        objective = ratio * A - pull(args, logp, batch) * batch.chosen  # [n, T]
+        return -(objective * mask).sum(), mask.sum()  # a mean over all tokens
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    kept = mask * batch.chosen  # [n, T]: I
+    return -(objective * kept).sum(), kept.sum()  # a mean over the tokens left
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    chosen = mask * batch.chosen  # [n, T]
+    if args.tokens == "kl_cov":
+        stats = clip_shares(logp, batch, math.inf, math.inf)  # it has no clip
+        stats["held_share"] = chosen.sum(), mask.sum()
+        stats["held_pull"] = (pull(args, logp, batch) * chosen).sum(), chosen.sum()
+    else:
+        stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
+        stats["left_out"] = (mask - chosen).sum(), mask.sum()
+        stats["fork_entropy"] = (batch.entropy * chosen).sum(), chosen.sum()
+    return stats
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
@@ -126,34 +144,28 @@ ACTED = {
 }
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    clips = args.tokens != "kl_cov"
-    cut = (((A > 0) & out_above) | ((A < 0) & out_below)) & clips  # [n, T]: M = 0
-    chosen = batch.chosen  # [n, T]
-    kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    if args.tokens == "kl_cov":
-        pull = args.kl_cov_coef * (logp - batch.old_logp).abs() * chosen  # [n, T]
-        objective = ratio * A - pull  # [n, T]
-        stats["held_share"] = (mask * chosen).sum(), mask.sum()
-        stats["held_pull"] = (pull.detach() * mask).sum(), (mask * chosen).sum()
-    else:
-        stats["left_out"] = (mask - kept).sum(), mask.sum()
-        stats["fork_entropy"] = (batch.entropy * kept).sum(), kept.sum()
-    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
-
-
 main = loop_of(stapo, globals())
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of
+#    zero-variance groups are in the quantile and in the denominator.
+# 2. τ is the quantile over the mini-batch of all ranks together. The authors' code takes the top
+#    20% of each micro-batch, so memory decides which tokens are trained.
+# 3. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
+# 4. Covariances, too, are of the mini-batch over all ranks, under π_θ when it begins; verl's are of
+#    a micro-batch. The 0.2% is a quantile, rounded up.
+#
+# TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
+#
+# An improbable token at a place of low entropy has the largest gradient of all. It is left out,
+# also when it is punished. KL-Cov is of "The Entropy Mechanism of Reinforcement Learning for
+# Reasoning Language Models", 2025.
+#
+# Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that
+# factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's code.
+# Its 0.2% and coefficient 1 are from scripts for 7B, read in copies; verl's are 0.02% and, in its
+# configuration, 0.1.

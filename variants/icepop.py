@@ -15,14 +15,12 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
-precision, or other experts in a mixture of experts. PPO's ratio does not contain this gap, because
-both its policies are the trainer's. w is the gap, fixed before the first update. The correction
-multiplies PPO's term from outside. Inside the clip, noise of the engines would move tokens beyond
-its bound before anything was learned.
+precision, or other experts. PPO's ratio does not contain this gap, because both its policies are
+the trainer's. w is the gap, fixed before the first update. The correction multiplies PPO's term
+from outside: inside the clip, it would move tokens beyond the bound before anything was learned.
 
-IcePop drops a token whose w is far from 1: if two engines with the same weights differ by a factor
-of two, it takes this for an error, which a capped weight would still trust. The related corrections
-are, with W = Π_t w, the product over a response:
+IcePop drops a token whose w is far from 1: it takes a factor of two for an error, which a capped
+weight would still trust. The related corrections are, with W = Π_t w of a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
     mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling
@@ -33,30 +31,13 @@ are, with W = Π_t w, the product over a response:
 
 Per token the correction is biased, because the tokens before it came from μ, too. Per response it
 is not, but W's variance grows exponentially with the length. Every band and cap trades bias for
-variance. Only opsm looks at π_θ, so also at staleness, and only at bad responses: the policy learns
-little from mistakes that it would hardly make any more.
-
-The default band drops hardly any token of the embedded models (1 in 100,000 over 30 steps, of the
-mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
-band drop fewer and fewer tokens while the gap widened (KPop, 2026).
+variance. Only opsm looks at π_θ, so also at staleness.
 
 Base file: minirl.py. Differs from it in:
 1. PPO's min and clip on r, times a correction of w alone. The base file has -log π with min(π_θ/μ,
    5), which corrects for both at once.
 2. The mean over a response's tokens by default. Removed: the ablation without μ (here `--correction
    none`) and routing replay.
-
-Differs from the paper in:
-1. α and β are OpenRLHF's and verl's for IcePop; the flags name the values of the other corrections.
-2. Advantages without std and ε are the base file's; no KL term.
-
-Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight, and
-neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one step per
-rollout, so that r = 1 and no clip acts: `--minibatches 1`.
-
-Confidence: the rule is as the authors restate it in a later post and as OpenRLHF, slime and verl
-have it. We read tis, mis and opsm also in TRL's code, geometric in verl's. We do not know the
-paper's α and β; Online IcePop is second hand.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
@@ -74,6 +55,7 @@ from typing import Literal
 from common.batch import Rollout
 from common.cli import NonNegative, Positive
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
@@ -130,40 +112,42 @@ def correction(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
     return weight.to(mask.dtype).expand_as(mask)
 
 
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    weight = correction(args, logp.detach(), batch)  # [n, T]: C
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    objective = weight * torch.minimum(ratio * A, clipped * A)  # [n, T]: outside of min and clip
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
+    if args.length_norm:
+        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
+    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    weight = correction(args, logp, batch)  # [n, T]: C
+    uncapped = (batch.old_logp - batch.rollout_logp).exp()  # [n, T]: w
+    return {
+        **clip_shares(logp, batch, args.clip_low, args.clip_high, name="masked"),
+        "corrected": (((weight - 1).abs() * mask).sum(), mask.sum()),
+        "dropped_share": (((weight == 0) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+
+
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {
     "corrected": "mean |C - 1|, C the correction",
     "dropped_share": "tokens dropped by it (share)",
     "weight_max": "largest w = π_old/μ of a token",
 }
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    uncapped = (batch.old_logp - batch.rollout_logp).exp()  # [n, T]: w
-    weight = correction(args, logp.detach(), batch)  # [n, T]: C
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    objective = weight * torch.minimum(ratio * A, clipped * A)  # [n, T]: outside of min and clip
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    if args.length_norm:
-        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    stats = {
-        "corrected": (((weight - 1).abs() * mask).sum(), mask.sum()),
-        "dropped_share": (((weight == 0) * mask).sum(), mask.sum()),
-        "masked_share": ((cut * mask).sum(), mask.sum()),
-        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
-    }
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
 
 
 LOOP = """
@@ -178,3 +162,20 @@ main = loop_of(dppo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. α and β are OpenRLHF's and verl's for IcePop; the flags name the values of the other
+#    corrections.
+# 2. Advantages without std and ε are the base file's; no KL term.
+#
+# The default band drops hardly any token of the embedded models (1 in 100,000 over 30 steps, of the
+# mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
+# band drop fewer and fewer tokens while the gap widened (KPop, 2026).
+#
+# Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight,
+# and neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one
+# step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
+#
+# The rule is as the authors restate it in a later post and as OpenRLHF, slime and verl have it;
+# tis, mis and opsm are as in TRL's code, too, geometric as in verl's. We do not know the paper's α
+# and β; Online IcePop is second hand.

@@ -30,18 +30,6 @@ Base file: minirl.py. Differs from it in:
    checkpoints. (`--save_hf` writes the rounded weights.)
 2. The sampler gets the rounded weights and computes as the trainer does, with either engine.
 
-Differs from the paper in:
-1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in `--dtype`.
-   Real kernels also round activations and multiply in 8 bits in the backward pass. In the paper 128
-   activations or 128 x 128 weights share a scale; here a row of weights does. vLLM's kernels, with
-   `--rollout_dtype float8`, round only the sampler's activations, so a gap returns.
-2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
-   the ranks.
-3. The objective is minirl.py's; we do not know the paper's.
-
-Confidence: we read the abstract. Which parts are rounded, in which blocks, is second hand; we found
-no public code.
-
 Run it:
     torchrun -m variants.jet                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.jet --model tiny-moe --routing_replay r3
@@ -56,7 +44,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from common.cli import NonNegative, Positive
 from common.launch import launch
 from common.logprobs import Policy
 from common.rollout import ROUTERS, float8
@@ -65,24 +52,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import minirl
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the mask's lower bound (paper)."""
-    clip_high: NonNegative = 0.27
-    """ε of the mask's upper bound (paper)."""
-    is_cap: Positive = 5.0
-    """Largest importance weight π_θ/μ (paper)."""
-    correct_mismatch: bool = True
-    """False: weight by r alone, the paper's ablation without train-inference correction."""
-    length_norm: bool = False
-    """True: divide by the response's length, the paper's ablation."""
-    routing_replay: Literal["none", "r2", "r3"] = "none"
-    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
-    experts only)."""
+class Args(minirl.Args):
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the sampler's weights (auto: as dtype; the weights are rounded already)."""
 
 
 class EightBits:
@@ -93,9 +69,12 @@ class EightBits:
     """
 
     def __init__(self, policy: Policy):
-        layers = {n: w.detach() for n, w in policy.lm.named_parameters() if ".layers." in n}
-        parts = [w for n, w in layers.items() if w.dim() >= 2 and not n.endswith(ROUTERS)]
-        self.parts = [w.to_local() if isinstance(w, DTensor) else w for w in parts]  # own rows
+        self.parts = []
+        for name, parameter in policy.lm.named_parameters():
+            if ".layers." not in name or parameter.dim() < 2 or name.endswith(ROUTERS):
+                continue
+            weight = parameter.detach()
+            self.parts.append(weight.to_local() if isinstance(weight, DTensor) else weight)
         self.round()
 
     def round(self) -> None:
@@ -134,18 +113,31 @@ ACTED = {
 
 # Lines of minirl.py's loop and what they become here
 LOOP = """
-         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
 +    eight_bits = EightBits(policy)
 
 -                optimizer.step()
 +                means.add(rounding=eight_bits.step(optimizer))
 
--            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
 +            with eight_bits.lifted():
-+                save_checkpoint(run.folder, step, policy, optimizer, parts, world)
++                save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
 """
 main = loop_of(minirl, globals(), LOOP)
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in
+#    `--dtype`. Real kernels also round activations and multiply in 8 bits in the backward pass. In
+#    the paper 128 activations or 128 x 128 weights share a scale; here a row of weights does.
+#    vLLM's kernels, with `--rollout_dtype float8`, round only the sampler's activations, so a gap
+#    returns.
+# 2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
+#    the ranks.
+# 3. The objective is minirl.py's; we do not know the paper's.
+#
+# Not read of the paper: all but the abstract. Which parts are rounded, in which blocks, is second
+# hand; we found no public code.

@@ -27,13 +27,6 @@ Base file: grpo.py. Differs from it in:
 2. ε 0.2 / 0.28.
 3. No KL term, no reference model.
 
-Differs from the paper in:
-1. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
-2. The script has weight decay 0.1 and a warm-up of 10 steps; here these are flags.
-
-Confidence: we read formula, ε and sizes in the authors' script. Their findings are from the paper's
-abstract and second hand.
-
 Run it:
     torchrun -m variants.justrl                             # laptop, 2 to 4 minutes, no download
     # a node of eight, the paper's sizes (it has four)
@@ -47,6 +40,7 @@ from dataclasses import dataclass
 from common.batch import Rollout
 from common.cli import NonNegative
 from common.launch import launch
+from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
@@ -62,12 +56,8 @@ class Args(Trunk):
     """ε of the upper clip (authors' script)."""
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"clip_share": "tokens clipped (share)"}
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
@@ -75,12 +65,16 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    return clip_shares(logp, batch, args.clip_low, args.clip_high)
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"clip_share": "tokens clipped (share)"}
 
 
 main = loop_of(sapo, globals())
@@ -88,3 +82,10 @@ main = loop_of(sapo, globals())
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
+# 2. The script has weight decay 0.1 and a warm-up of 10 steps; here these are flags.
+#
+# Formula, ε and sizes are those of the authors' script. Not read of the paper: all but the
+# abstract; other findings are second hand.

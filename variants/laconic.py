@@ -33,14 +33,6 @@ accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 Base file: grpo.py. Differs from it in:
 1. The rewards for the advantages (`reward` in the metrics stays the verifier's), and λ.
 
-Differs from the paper in:
-1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
-   caps the charge, at a height that its scripts' constants do not reach.
-2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
-
-Confidence: cost, update, their order and constants are from the authors' README and notes on the
-code; we have not read the code. We assume that the rest of the objective is GRPO's, with std.
-
 Run it:
     torchrun -m variants.laconic                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
@@ -59,19 +51,11 @@ from common.launch import launch
 from torch import Tensor
 
 import grpo
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
-    clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False
-    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+class Args(grpo.Args):
     length_budget: Count = 16
     """B: tokens that responses may have on average (our choice; paper: 1500 to 3000)."""
     price_lr: NonNegative = 0.2
@@ -153,3 +137,11 @@ main = loop_of(grpo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
+#    caps the charge, at a height that its scripts' constants do not reach.
+# 2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
+#
+# Cost, update, their order and constants are from the authors' README and notes on the code; we
+# have not read the code. We assume that the rest of the objective is GRPO's, with std.

@@ -31,20 +31,6 @@ Base file: justrl.py. Differs from it in:
 2. w against the sampler instead of r against π_old. One ratio corrects for the sampler's numerics
    and for staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.
 
-Differs from the paper in:
-1. The mask is chosen once for each mini-batch, over all ranks, before its gradient. This takes one
-   more forward pass. We know of no other difference from Algorithm 1.
-
-Other code differs from Algorithm 1. The authors' code finds the bound b for which the mean of
-min((log w)², b) over the trust-region tokens is τ. It then applies PPO's min and clip at exp(±√b),
-for each micro-batch. This drops more tokens: if log w is normal with spread 0.3, 19% of all tokens
-instead of 10%. AReaL pools and masks all tokens. It drops 19% there, and the gradient of half of
-those leads back to μ.
-
-Confidence: we read the rule in the authors' code and in an independent implementation of Algorithm
-1 (ms-swift), and τ = 0.04 in the authors' scripts and on their project page. Title and findings are
-from the abstract.
-
 Run it:
     torchrun -m variants.m2po                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.m2po --budget 1e-4                 # where it acts
@@ -99,6 +85,28 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     batch.masked = outward & (squares > bound + 1e-6)  # [m, T]
 
 
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    weight = (logp - batch.rollout_logp).exp()  # [n, T]: w, not clipped
+    objective = ~batch.masked * weight * A  # [n, T]
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask, A = batch.mask, batch.advantages[:, None]  # [n, T], [n, 1]
+    log_weight = logp - batch.rollout_logp  # [n, T]: log π_θ/μ
+    outward = trust_region_tokens(log_weight, A) & mask.bool()  # [n, T]
+    weights = log_weight.exp()[mask > 0]  # [M]
+    return {
+        "masked_share": (batch.masked.sum(), mask.sum()),
+        "second_moment": ((log_weight.square() * outward).sum(), outward.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), weights]).max(), None),
+    }
+
+
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
@@ -106,27 +114,22 @@ ACTED = {
 }
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    log_weight = logp - batch.rollout_logp  # [n, T]: log π_θ/μ
-    weight = log_weight.exp()  # [n, T]: w, not clipped
-    squares = log_weight.detach().square()  # [n, T]
-    outward = trust_region_tokens(log_weight, A) & mask.bool()  # [n, T]
-    masked = batch.masked  # [n, T]
-    objective = ~masked * weight * A  # [n, T]
-    largest = torch.cat([mask.new_zeros(1), weight.detach()[mask > 0]]).max()  # []
-    stats = {
-        "masked_share": (masked.sum(), mask.sum()),
-        "second_moment": ((squares * outward).sum(), outward.sum()),
-        "weight_max": (largest, None),
-    }
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
-
-
 main = loop_of(stapo, globals())
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The mask is chosen once for each mini-batch, over all ranks, before its gradient. This takes
+#    one more forward pass. We know of no other difference from Algorithm 1.
+#
+# Other code differs from Algorithm 1. The authors' code finds the bound b for which the mean of
+# min((log w)², b) over the trust-region tokens is τ. It then applies PPO's min and clip at
+# exp(±√b), for each micro-batch. This drops more tokens: if log w is normal with spread 0.3, 19% of
+# all tokens instead of 10%. AReaL pools and masks all tokens. It drops 19% there, and the gradient
+# of half of those leads back to μ.
+#
+# The rule is that of the authors' code and of an independent implementation of Algorithm 1
+# (ms-swift), τ = 0.04 that of the authors' scripts and project page. Not read of the paper: all but
+# the abstract.

@@ -33,20 +33,6 @@ Base file: grpo.py. Differs from it in:
    there (--offload_reference).
 2. The mean over all tokens of the mini-batch instead of the mean of response means.
 
-Differs from the paper, and from public code, in:
-1. The paper uses whole distributions and their derivatives (KL in either direction, or between).
-   Here the sampled token is an action, as in Thinking Machines' blog (2025). This needs one number
-   of the teacher for each token.
-2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and passes the
-   sum to PPO's clip. verl uses the student's current log-probs, can bound the difference (its
-   scripts: 10), and clips as well; or it derives a divergence over the teacher's top tokens.
-   prime-rl has w without a bound, adds 1e-3 log² w, and leaves out all tokens with π_θ - μ below
-   -0.2 (its code of 21 August 2026).
-3. β, α, C and the learning rate are ours. Groups are needed only if α > 0; without a reward
-   `--group_size 1` is enough.
-
-Confidence: we read the formulas in the three projects' code of 2026, and the paper's abstract.
-
 Run it:
     torchrun -m variants.opd                                # laptop, 2 to 4 minutes, no download
     # a node of eight; the teacher's weights are sharded like the student's
@@ -89,61 +75,70 @@ class Args(Trunk):
         return self.reward_weight > 0  # the teacher scores single tokens
 
 
-def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    if rewards.shape[1] == 1:  # no other response to compare with; α is 0, so Â is not used
-        return torch.zeros_like(rewards)  # [P, 1]
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
-    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
-
-
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}
 # log 0.01: we assume that the teacher would not write a token below this probability.
 FOREIGN = -4.6
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    A = args.reward_weight * A.expand_as(mask)  # [n, T]: α Â_i
-    stats = {}
-    if args.beta > 0:
-        # Detached: no gradient flows through an advantage.
-        apart = batch.teacher_logp - logp.detach()  # [n, T]: log π_T - log π_θ, 0 where they agree
-        A = A + args.beta * apart
-        stats["teacher_kl"] = (-apart * mask).sum(), mask.sum()
-        foreign = (batch.teacher_logp < FOREIGN) * mask  # [n, T]
-        strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: after such a token
-        stats["strayed"] = strayed.sum(), mask.sum()
-    uncapped = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: w
-    weight = uncapped.clamp(max=args.is_cap) if args.weights == "mu" else torch.ones_like(mask)
-    stats["weight"] = (weight * mask).sum(), mask.sum()
-    stats["weight_max"] = torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None
-    objective = weight * A * logp  # [n, T]
-    return -(objective * mask).sum(), mask.sum(), stats
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    if rewards.shape[1] == 1:  # no other response to compare with; α is 0, so Â is not used
+        return torch.zeros_like(rewards)  # [P, 1]
+    return grpo.advantages(rewards)
 
 
 def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World) -> Policy | None:
     """π_T, loaded like a reference model. BadInput if it cannot read the student's tokens."""
     if args.beta <= 0:
         return None
-    lm, its = load_model(args.teacher, world, "--teacher")
+    lm, its_tokenizer = load_model(args.teacher, world, "--teacher")
     # Tokens are passed by number. With another tokenizer they would be other words.
-    if not tokenizer.get_vocab().items() <= its.get_vocab().items():
+    if not tokenizer.get_vocab().items() <= its_tokenizer.get_vocab().items():
         raise BadInput(f"--teacher {args.teacher}: its tokens are not the student's")
     longest = min(args.max_prompt_tokens + args.max_new_tokens, tokenizer.model_max_length)
-    if its.model_max_length < longest:
-        reads = f"reads {its.model_max_length} tokens, prompt and response may have {longest}"
-        raise BadInput(f"--teacher {args.teacher}: {reads}")
+    reads = its_tokenizer.model_max_length  # tokens
+    if reads < longest:
+        limits = f"reads {reads} tokens, prompt and response may have {longest}"
+        raise BadInput(f"--teacher {args.teacher}: {limits}")
     teacher = shard(Policy(lm), args, world, args.offload_reference)
     return teacher.requires_grad_(False).eval()
+
+
+def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """min(w, C) `[n, T]`, without gradient; 1 with `--weights none`."""
+    if args.weights == "none":
+        return torch.ones_like(logp)
+    return (logp.detach() - batch.rollout_logp).exp().clamp(max=args.is_cap)  # [n, T]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = args.reward_weight * batch.advantages[:, None].expand_as(mask)  # [n, T]: α Â_i
+    if args.beta > 0:
+        # Detached: no gradient flows through an advantage.
+        A = A + args.beta * (batch.teacher_logp - logp.detach())  # [n, T]: 0 where they agree
+    objective = importance_weight(args, logp, batch) * A * logp  # [n, T]
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    mask = batch.mask  # [n, T]
+    uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: w
+    stats = {
+        "weight": ((importance_weight(args, logp, batch) * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+    if args.beta > 0:
+        foreign = (batch.teacher_logp < FOREIGN) * mask  # [n, T]
+        strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: after such a token
+        stats["teacher_kl"] = ((logp - batch.teacher_logp) * mask).sum(), mask.sum()
+        stats["strayed"] = strayed.sum(), mask.sum()
+    return stats
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}
 
 
 # Lines of grpo.py's loop and what they become here
@@ -152,11 +147,26 @@ LOOP = """
 +    reference = frozen_teacher(args, tokenizer, world)
 
 -                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
-+                found = all_logprobs(reference, minibatch, args, world)
-+                minibatch.teacher_logp = found.logp  # [n, T]
++                passed = all_logprobs(reference, minibatch, args, world)
++                minibatch.teacher_logp = passed.logp  # [n, T]
 """
 main = loop_of(grpo, globals(), LOOP)
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper, and from public code, in:
+# 1. The paper uses whole distributions and their derivatives (KL in either direction, or between).
+#    Here the sampled token is an action, as in Thinking Machines' blog (2025). This needs one
+#    number of the teacher for each token.
+# 2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and passes
+#    the sum to PPO's clip. verl uses the student's current log-probs, can bound the difference (its
+#    scripts: 10), and clips as well; or it derives a divergence over the teacher's top tokens.
+#    prime-rl has w without a bound, adds 1e-3 log² w, and leaves out all tokens with π_θ - μ below
+#    -0.2 (its code of 21 August 2026).
+# 3. β, α, C and the learning rate are ours. Groups are needed only if α > 0; without a reward
+#    `--group_size 1` is enough.
+#
+# The three projects' formulas are those of their code of 2026. Not read of the paper: all but the
+# abstract.

@@ -33,20 +33,6 @@ Base file: goldilocks.py. Differs from it in:
 2. The same number, computed before the rollout, is log Z in the loss. The loss is trajectory
    balance instead of the clipped ratio; no z-score, no reference model.
 
-Differs from the paper in:
-1. The paper's log Z is a small network on fixed embeddings, trained by the loss along with the
-   policy, at almost no cost. Here it is goldilocks' teacher, a language model with two updates per
-   step of its own, from a window, at π_θ = π_old.
-2. No replay. In the paper batches also hold earlier right answers to the prompts whose V was most
-   wrong, from a buffer of 128 (64 new ones a step).
-3. J is trajectory balance times β/2, so that the first term of the weight is the policy gradient's.
-4. K, the share of random choices and the teacher's rates are those of goldilocks.py (ours).
-
-Confidence: balance against π_old, the proposition on V, τ and β are as two readers of the paper
-report them; we have not read the paper. We derived the identities and tested them with all
-responses enumerated (checks/paced.py). We do not know how the paper draws candidates and how replay
-enters the loss.
-
 Run it:
     torchrun -m variants.paced                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
@@ -60,19 +46,17 @@ import copy
 from dataclasses import dataclass
 import math
 from random import Random
-from typing import NamedTuple
 
 from common.batch import Rollout
 from common.cli import BadInput, Count, Positive, Share, Whole
-from common.clock import timed
-from common.data import Problem, Task
+from common.data import Task
 from common.distributed import clip_gradients, divide_gradients, gather, shard, World
 from common.launch import launch
-from common.logprobs import micro_batches
 import torch
 from torch import Tensor
 
 import goldilocks
+from goldilocks import Choice, select
 from variants import Trunk, loop_of
 
 
@@ -101,59 +85,19 @@ def advantages(rewards: Tensor, expected: Tensor) -> Tensor:
     return rewards - expected[:, None]  # [P, G]
 
 
-class Teacher(torch.nn.Module):
+class Teacher(goldilocks.Teacher):
     """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, as
-    predicted from the text of the prompt."""
-
-    def __init__(self, backbone: torch.nn.Module):
-        super().__init__()
-        self.lm, self.head = backbone, torch.nn.Linear(backbone.config.hidden_size, 1)
-        [torch.nn.init.zeros_(one) for one in self.head.parameters()]  # at first all V are 1/2
+    predicted from the text of the prompt. At first all V are 1/2."""
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
-        """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1)."""
-        hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
-        mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
-        return self.head(mean)[:, 0].float().sigmoid()  # as 1 < Z < exp(1/β)
+        """`sequences [n, S]` right-padded, `lengths [n]` -> V `[n]` in (0, 1): 1 < Z < exp(1/β)."""
+        return 2 * super().forward(sequences, lengths)  # goldilocks' f is half of it
 
 
-class Choice(NamedTuple):
-    """What a slot of the batch is filled with."""
-
-    problem: Problem
-    predicted: float  # V of the problem
-    above: float  # how much nearer it is to τ than V of the mean candidate
-    by_chance: bool
-
-
-def select(
-    values: Tensor, candidates: list[list], target: float, explore: float, rng: Random
-) -> list[Choice]:
-    """Fill each slot: with the candidate of which `values [B, K]` is nearest to the target, or with
-    probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
-    merits = -(values - target).abs()  # [B, K]
-    above = merits - merits.mean(dim=1, keepdim=True)  # [B, K]
-    chosen, taken = [], set()
-    rows = zip(values.tolist(), merits.tolist(), above.tolist(), candidates)
-    for predicted, scores, better, problems in rows:
-        order = sorted(range(len(problems)), key=lambda k: -scores[k])
-        chance = rng.random() < explore
-        if chance:
-            rng.shuffle(order)
-        k = next((k for k in order if problems[k].prompt not in taken), order[0])
-        taken.add(problems[k].prompt)
-        chosen.append(Choice(problems[k], predicted[k], better[k], chance))
-    return chosen
-
-
-class Curriculum:
-    """Chooses the student's prompts. In each step `choose` asks the teacher for V(q) of all
-    candidates before the rollout. `expects` returns V of this rank's choices. After the rewards
-    `learn` fits V to the mean rewards.
-
-    The ranks divide the teacher's work and share the results. All ranks make the same choice.
-    """
+class Curriculum(goldilocks.Curriculum):
+    """goldilocks.py's, with another target of the teacher and another choice: `choose` takes the
+    candidates with V nearest to τ, `learn` fits V to the mean rewards. In between `expected [B]`
+    holds V of the chosen prompts, those of all ranks."""
 
     def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
         if not world.size <= args.teacher_batch <= args.window:
@@ -163,18 +107,11 @@ class Curriculum:
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        self.window: list[tuple] = []  # the latest choices: (prompt ids, value observed)
+        self.window: list[tuple] = []  # the latest choices: (prompt ids, mean reward)
         self.rng = Random()  # seeded anew in every step, so it need not be saved
 
-    def state_dict(self) -> dict:
-        return {"window": self.window}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.window = state["window"]
-
     def choose(self, step: int) -> list[Choice]:
-        """Fill the B slots of a step, those of all ranks: each with the one of K candidates with
-        V(q) nearest to τ, or with a random one."""
+        """As goldilocks.py's, with the candidate of V(q) nearest to τ."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
@@ -185,11 +122,13 @@ class Curriculum:
         values = gather(self.predict(asked), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
         self.rng.seed(f"{args.seed}/{step}")
-        return select(values, pool, args.target, explore, self.rng)
+        chosen = select(-(values - args.target).abs(), pool, explore, self.rng)
+        places = [slot.index(choice.problem) for slot, choice in zip(pool, chosen)]  # B, below K
+        self.expected = values[range(B), places]  # [B]
+        return chosen
 
     def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
-        """Add the mean rewards of all ranks' prompts to the window and update the teacher;
-        `rewards [P, G]` are this rank's. Returns metrics as pairs (sum, count)."""
+        """As goldilocks.py's, with the groups' mean rewards."""
         # Only the mean is stored: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
         observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
         ids = [choice.problem.prompt_ids for choice in chosen]
@@ -201,52 +140,44 @@ class Curriculum:
             share = rows[self.world.rank :: self.world.size]
             targets = torch.tensor([observed for _, observed in share], device=self.world.device)
             self.predict([ids for ids, _ in share], targets)
-            divide_gradients(self.teacher, len(share), self.world)
+            divide_gradients(self.teacher, len(rows), self.world)
             if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
                 self.optimizer.step()
             self.optimizer.zero_grad()
         best = torch.tensor([not choice.by_chance for choice in chosen])  # [B]
         idle = (observed == 0) | (observed == 1)  # [B]
         above = torch.tensor([choice.above for choice in chosen])  # [B]
-        predicted = torch.tensor([choice.predicted for choice in chosen])  # [B]
         return {
-            "expected": (predicted.sum(), len(chosen)),
+            "expected": (self.expected.sum(), len(chosen)),
             "chosen_over_mean": ((above * best).sum(), best.sum()),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
             "zero_groups_uniform": ((idle & ~best).sum(), (~best).sum()),
         }
 
-    @timed("teacher")
-    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
-        """V(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (V - target)²."""
-        # A batch of prompts without responses
-        none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
-        batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
-        for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
-            micro = batch.rows(rows)
-            with torch.set_grad_enabled(targets is not None):
-                f = self.teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)
-            if targets is not None:
-                (f - targets[rows]).square().sum().backward()
-            values[rows] = f.detach()
-        return values
+
+def log_ratio(logp: Tensor, batch: Rollout) -> Tensor:
+    """log (π_θ(y) / π_old(y)) `[n, 1]`: one for the whole response, because trajectory balance is
+    about whole responses."""
+    return ((logp - batch.old_logp) * batch.mask).sum(dim=1, keepdim=True)  # [n, 1]
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
+    imbalance = args.anchor * log_ratio(logp, batch) - A  # [n, 1]
+    return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask))  # sum, count
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
+    return {"anchor_kl": (-args.anchor * log_ratio(logp, batch).sum(), len(logp))}
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # One ratio for the whole response, because trajectory balance is about whole responses.
-    log_ratio = ((logp - batch.old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
-    # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
-    imbalance = args.anchor * log_ratio - A  # [n, 1]
-    # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
-    stats = {"anchor_kl": (-args.anchor * log_ratio.sum(), mask.new_tensor(len(mask)))}
-    return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask)), stats
 
 
 # Lines of goldilocks.py's loop and what they become here
@@ -257,11 +188,11 @@ LOOP = """
 +        # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
 
 -        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
-+        mine = chosen[world.rank * P : (world.rank + 1) * P]
-+        problems = [choice.problem for choice in mine]
++        mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
++        problems = [choice.problem for choice in chosen[mine]]
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]
-+        expected = rewards.new_tensor([choice.predicted for choice in mine])  # [P]: V
++        expected = curriculum.expected[mine].to(rewards)  # [P]: V
 +        rollout.advantages = advantages(rewards, expected).flatten()  # [N]
 
 -        if reference:
@@ -273,3 +204,17 @@ main = loop_of(goldilocks, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper's log Z is a small network on fixed embeddings, trained by the loss along with the
+#    policy, at almost no cost. Here it is goldilocks' teacher, a language model with two updates
+#    per step, from a window, at π_θ = π_old.
+# 2. No replay. In the paper batches also hold earlier right answers to the prompts whose V was most
+#    wrong, from a buffer of 128 (64 new ones a step).
+# 3. J is trajectory balance times β/2, so that the first term of the weight is the policy
+#    gradient's.
+# 4. K, the share of random choices and the teacher's rates are those of goldilocks.py (ours).
+#
+# Not read of the paper: balance against π_old, the proposition on V, τ and β are as two readers
+# report them. We derived the identities and tested them with all responses enumerated
+# (checks/paced.py). We do not know how the paper draws candidates and how replay enters the loss.

@@ -18,13 +18,11 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another language model whose
 output is one number: the reward that is still to come from s_t on. δ_t says how much better things
 look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
-Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 there is only δ_t, which
-has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes.
+With λ = 0 there is only δ_t, which has little noise but all mistakes of V.
 
 GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
-of a response, a mean over responses, and the KL term in the loss instead of the reward. `diff
-variants/ppo.py grpo.py` shows it.
+of a response, a mean over responses, and the KL term in the loss instead of the reward.
 
 VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ = 0.95 loses the
 reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
@@ -32,24 +30,10 @@ reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the p
 
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
-2. The critic is a second model with its own optimiser, sharded and saved like the policy. It starts
+2. The critic is a second model with its optimiser, sharded and saved like the policy. It starts
    from the policy's weights with an output of 0. In the first steps it trains alone, as in verl.
 3. No group is needed: `--group_size 1` is PPO's usual rollout. A group that is all right or all
-   wrong has a gradient, too (`zero_groups` still counts it). The default 8 keeps grpo.py's rollout.
-
-Differs from the paper in:
-1. The paper is about games and robots. Its authors' code also clips the value, and whitens each
-   mini-batch; here, as in verl, all tokens of the rollout are whitened at once. InstructGPT (arXiv
-   2203.02155) made tokens as actions, KL in the reward and R at the last token known. They are from
-   Ziegler et al. (2019, arXiv 1909.08593) and Stiennon et al. (2020, arXiv 2009.01325).
-2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
-3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
-4. A response that the length limit cuts ends there like any other, with V = 0 after it.
-5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is not
-   here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
-
-Confidence: PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in
-its listing and in summaries; we do not know its rates and steps of pre-training.
+   wrong has a gradient, too. The default 8 keeps grpo.py's rollout.
 
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
@@ -68,9 +52,11 @@ import math
 from common.batch import Rollout
 from common.cli import NonNegative, Positive, PositiveShare, Share, Whole
 from common.clock import timed
-from common.distributed import clip_gradients, divide_gradients, global_sum, shard, World
+from common.distributed import clip_gradients, divide_gradients, global_sum, shard
+from common.distributed import total_count, World
 from common.launch import launch
 from common.logprobs import all_logprobs, micro_batches, Pair, Policy, response_logprobs
+from common.metrics import clip_shares
 import torch
 from torch import Tensor, nn
 
@@ -116,24 +102,25 @@ def advantages(
     `rewards`, `values` and `mask` are `[N, T]`, `lam` may be one for each row `[N]`. Where the mask
     is 0 there is no step: after a response, or between its tokens, in text of another author.
     """
-    found = torch.zeros_like(values)  # [N, T]
-    ahead = following = values.new_zeros(len(values))  # [N]: Â and V of the next token
+    A = torch.zeros_like(values)  # [N, T]
+    ahead = values.new_zeros(len(values))  # [N]: Â of the next token
+    following = values.new_zeros(len(values))  # [N]: V of the next token
     for t in reversed(range(values.shape[1])):  # later tokens first
         here = mask[:, t] > 0  # [N]
         surprise = rewards[:, t] + gamma * following - values[:, t]  # [N]: δ_t
         ahead = torch.where(here, surprise + gamma * lam * ahead, ahead)  # [N]
         following = torch.where(here, values[:, t], following)  # [N]
-        found[:, t] = ahead
-    return found * mask, (found + values) * mask
+        A[:, t] = ahead
+    return A * mask, (A + values) * mask
 
 
 def token_rewards(batch: Rollout, beta: float) -> Tensor:
     """ρ_t `[n, T]`: R at the last token, minus each token's price for its distance from π_ref."""
     ends = batch.mask * (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))  # [n, T]
-    found = ends * batch.rewards[:, None]  # [n, T]
+    rewards = ends * batch.rewards[:, None]  # [n, T]
     if beta > 0:  # in the reward, the plain log-ratio gives the gradient of the KL
-        found = found - beta * (batch.old_logp - batch.ref_logp) * batch.mask  # [n, T]
-    return found
+        rewards = rewards - beta * (batch.old_logp - batch.ref_logp) * batch.mask  # [n, T]
+    return rewards
 
 
 def moments(columns: list[Tensor], masks: list[Tensor], world: World) -> tuple[float, float]:
@@ -154,7 +141,8 @@ def value_loss(
     """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and how many of them the
     clip has left without a gradient."""
     near = old_values + (values - old_values).clamp(-clip, clip)  # [n, T]
-    free, held = (values - returns).square(), (near - returns).square()  # [n, T]
+    free = (values - returns).square()  # [n, T]
+    held = (near - returns).square()  # [n, T]
     # The larger of two errors. A V that moved by more than ε_V towards V̂ has no gradient; a V that
     # moved away from V̂ still has one.
     loss = 0.5 * (torch.maximum(free, held) * mask).sum()
@@ -174,12 +162,12 @@ class Value(Policy):
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
         """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn.
-        What else a policy is given is not used."""
+        A policy's further arguments are not used."""
         output = self.lm(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
-        found = nn.functional.linear(hidden.float(), self.head.weight.float())[:, 0]  # [M]
-        return found, torch.zeros_like(found)
+        values = nn.functional.linear(hidden.float(), self.head.weight.float())[:, 0]  # [M]
+        return values, torch.zeros_like(values)
 
 
 class Critic:
@@ -196,8 +184,10 @@ class Critic:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
         `advantages` `[n]`, which metrics use to separate good and bad responses. Returns metrics as
         pairs (sum, count)."""
-        args, world, masks = self.args, self.world, [batch.mask for batch in batches]
-        earned, errors, paid = [], [], 0.0
+        args, world = self.args, self.world
+        masks = [batch.mask for batch in batches]
+        earned, errors = [], []  # [n, T] of each mini-batch
+        paid = 0.0
         for batch in batches:
             batch.values = all_logprobs(self.value, batch, args, world).logp  # [n, T]: V_old
             rewards = token_rewards(batch, args.beta)  # [n, T]
@@ -227,17 +217,18 @@ class Critic:
 
     def learn(self, batch: Rollout) -> dict[str, tuple]:
         """One optimiser step of V towards its targets, on a mini-batch. Returns metrics."""
-        args, tokens, squares, clipped = self.args, 0.0, 0.0, 0.0
+        args = self.args
+        tokens, squares, clipped = 0.0, 0.0, 0.0
         for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
             micro = batch.rows(rows)
             values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
-            given = values, micro.values, micro.returns, micro.mask, args.value_clip
-            loss, cut = value_loss(*given)
+            bound = args.value_clip
+            loss, cut = value_loss(values, micro.values, micro.returns, micro.mask, bound)
             loss.backward()
             tokens = tokens + micro.mask.sum()
             squares = squares + loss.detach().double()
             clipped = clipped + cut
-        divide_gradients(self.value, tokens, self.world)
+        divide_gradients(self.value, total_count(tokens, self.world), self.world)
         norm = clip_gradients(self.value, args.grad_clip)
         finite = math.isfinite(norm)
         if finite:
@@ -250,16 +241,8 @@ class Critic:
         }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "explained_variance": "share of the returns' variance explained by V",
-    "value_loss": "squared error of V, halved",
-    "clip_share": "tokens clipped (share)",
-}
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.token_advantages  # [n, T]: one advantage for each token
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
@@ -267,12 +250,21 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    A = batch.token_advantages  # [n, T]
+    return clip_shares(logp, batch, args.clip_low, args.clip_high, A=A)
+
+
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "explained_variance": "share of the returns' variance explained by V",
+    "value_loss": "squared error of V, halved",
+    "clip_share": "tokens clipped (share)",
+}
 
 
 # Lines of grpo.py's loop and what they become here
@@ -284,8 +276,8 @@ LOOP = """
 +    both = nn.ModuleList([policy, critic.value])
 +    optimizers = [optimizer, critic.optimizer]
 
--        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
-+        done = load_checkpoint(run.folder, both, optimizers, parts, world)
+-    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
++    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)
 
 -        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
 +        # Reward. The critic computes advantages from it below.
@@ -323,11 +315,25 @@ LOOP = """
 -            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
 -                means.add(**run.check_sampler(minibatches))
 
--            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
-+            save_checkpoint(run.folder, step, both, optimizers, parts, world)
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
++            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)
 """
 main = loop_of(grpo, globals(), LOOP)
 
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper is about games and robots. Its authors' code also clips the value, and whitens each
+#    mini-batch; here, as in verl, all tokens of the rollout are whitened at once. InstructGPT
+#    (arXiv 2203.02155) made tokens as actions, KL in the reward and R at the last token known. They
+#    are from Ziegler et al. (2019, arXiv 1909.08593) and Stiennon et al. (2020, arXiv 2009.01325).
+# 2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
+# 3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
+# 4. A response that the length limit cuts ends there like any other, with V = 0 after it.
+# 5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
+#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+#
+# PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in its listing
+# and in summaries; we do not know its rates and steps of pre-training.

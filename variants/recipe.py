@@ -16,8 +16,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
-the mean. F is maspo.py's gate. T_main and T_branch count the tokens with I = 1.
-Each layer acts at its own place in a step, so layers can be combined:
+the mean. T_main and T_branch count the tokens with I = 1. Each layer acts at another place in a
+step, so layers can be combined:
 
     layer                        where              its file        off
     1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
@@ -27,24 +27,15 @@ Each layer acts at its own place in a step, so layers can be combined:
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
 Without layers this is grpo.py without KL term; with 1, justrl.py; with 1 and 2, stapo.py or
-maspo.py; with 3, goldilocks.py without KL term. Layers 4 and 5 differ as said below.
+maspo.py; with 3, goldilocks.py without KL term. The file's end says how layers 4 and 5 differ.
 
 The teacher of layer 3 and the pivots of layer 4 learn from rewards when these are sampled. With
 layer 5, the policy learns from them when they are due. STAPO's quantile is over main rows and
-branches. The w of a branch is that of its own tokens, without its prefix. Only groups of main rows
+branches. The w of a branch is that of its tokens, without its prefix. Only groups of main rows
 use b; a branch is compared with the plain mean of its siblings.
 
 Differs from grpo.py in:
 1. The five layers; no KL term, no reference model.
-
-Differs from the papers in:
-1. All advantages are grpo.py's z-score. (Papers: branches are mean-centred; vcpo.py has the
-   population's std, a constant factor.)
-2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is computed
-   anew when a stale batch is due. So w measures how far the policy had moved by then, r how far
-   this batch moves it, and the clip bounds r alone. With one step the gradient is the same.
-
-Confidence: the combination is ours and in no paper; each part as in its file.
 
 Run it:
     torchrun -m variants.recipe                             # laptop, some minutes, no download
@@ -64,12 +55,13 @@ from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import BadInput, Count, Exponent, NonNegative, Positive, Share, Whole  # <own>
 from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.metrics import clip_shares  # <own>
 from common.model import load_model
 from common.norms import unsupported_module  # <own>
 from common.rollout import make_engine
@@ -78,6 +70,7 @@ from variants import justrl  # <own>
 from variants.justrl import advantages  # <own>
 from deep_grpo import Branches  # <own>
 from goldilocks import Curriculum  # <own>
+from maspo import gates  # <own>
 import stapo  # <own>
 import torch
 from torch import Tensor
@@ -152,19 +145,6 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
         batch.kept = batch.mask * ~batch.spurious  # [m, T]
 
 
-def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
-    """MASPO's F `[n, T]` in (0, 1]; A `[n, 1]`."""
-    with torch.no_grad():
-        old_p = old_logp.exp()  # [n, T]
-        width = args.sigma_base / old_p**args.alpha  # [n, T]
-        width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
-        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]
-        sigma = width * risk.clamp(0.1, 10)  # [n, T]
-        outward = A * (ratio - 1) > 0  # [n, T]: away from π_old; the way back is never gated
-        gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
-    return gate
-
-
 def divided_by_std(args: Args, grown: Rollout) -> Tensor:
     """The advantages of branches `[n]` as z-scores among siblings; deep_grpo.py only centres them.
 
@@ -214,20 +194,9 @@ def counted(args: Args, kept: Tensor) -> Tensor:
     return kept.sum(dim=1) if args.token_mean else torch.ones_like(kept[:, 0])
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {
-    "layers_acted": "how many layers acted in the step",
-    "branches_used": "branches in the batch",
-    "ess_ratio": "effective sample size (share of the batch)",
-}
-# One metric for each layer, which is above 0 if the layer acted
-LAYERS = "clip_share gate_closed silenced chosen_over_mean branches_used lr_damping".split()
 # </own>
-
-
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
 
     A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
     the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
@@ -238,37 +207,55 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    if args.tokens == "maspo":  # instead of min and clip
-        gate = soft_gate(args, ratio, batch.old_logp, A)  # [n, T]: F
-        objective = gate * ratio * A  # [n, T]
-        stats = {"gate_closed": (((1 - gate) * mask).sum(), mask.sum())}
+    if args.tokens == "maspo":
+        objective = gates(args, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
+    else:
+        clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+        objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     if args.lag:
         log_w = log_weight(batch.old_logp, batch.rollout_logp, mask)  # [n]: π_θ/π_old is in r
-        weight = truncated(args, log_w)  # [n]
-        objective = objective * weight[:, None]  # [n, T]
-        stats["weight"] = weight.sum(), len(weight)
-        stats["weight_max"] = torch.cat([mask.new_zeros(1), log_w.clamp(max=20).exp()]).max(), None
+        objective = objective * truncated(args, log_w)[:, None]  # [n, T]
     kept, branch = batch.kept, batch.branch  # [n, T]; [n]: 0 on main rows
-    silenced = (mask - kept).sum()  # []
-    stats |= {"silenced": (silenced, None), "silenced_share": (silenced, mask.sum())}
-    size = counted(args, kept)  # [n]
     if not args.token_mean:
         objective = objective / kept.sum(dim=1, keepdim=True).clamp(min=1)  # [n, T]: 1/|y_i|
     main = branch == 0  # [n]
     # The caller divides by the size of the main rows. The factor `branch` makes the mean of the
-    # branches one over their own size. λ weighs them.
+    # branches one over their size. λ weighs them.
     stream = torch.where(main, 1.0, args.branch_weight * branch)  # [n]
-    return -(objective * kept * stream[:, None]).sum(), size[main].sum(), stats
+    return -(objective * kept * stream[:, None]).sum(), counted(args, kept)[main].sum()
     # </own>
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    # <own>
+    mask = batch.mask  # [n, T]
+    if args.tokens == "maspo":
+        ratio = (logp - batch.old_logp).exp()  # [n, T]
+        closed = 1 - gates(args, ratio, batch)  # [n, T]
+        stats = {"gate_closed": ((closed * mask).sum(), mask.sum())}
+    else:
+        stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
+    if args.lag:
+        log_w = log_weight(batch.old_logp, batch.rollout_logp, mask)  # [n]
+        weights = log_w.clamp(max=20).exp()  # [n]
+        stats["weight"] = truncated(args, log_w).sum(), len(log_w)
+        stats["weight_max"] = torch.cat([weights.new_zeros(1), weights]).max(), None
+    stats["silenced_share"] = (mask - batch.kept).sum(), mask.sum()
+    return stats
+    # </own>
+
+
+# <own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {
+    "layers_acted": "how many layers acted in the step",
+    "branches_used": "branches in the batch",
+    "ess_ratio": "effective sample size (share of the batch)",
+}
+# One metric for each layer, which is above 0 if the layer acted
+LAYERS = "clip_share gate_closed silenced_share chosen_over_mean branches_used lr_damping".split()
+# </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -300,9 +287,7 @@ def main(args: Args, world: World) -> None:
     if branches:
         parts["branches"] = branches
     # </own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
+    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     if args.lag and args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
@@ -382,14 +367,16 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(args, logp, micro)
+                loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
+                means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
+            denominator = total_count(denominator, world)
+            divide_gradients(policy, denominator, world)
+            minibatch.weight /= denominator
             # <own>
             if args.lag:
                 log_w = log_weight(minibatch.logp, minibatch.rollout_logp, minibatch.mask)  # [n]
@@ -414,7 +401,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
@@ -422,3 +409,12 @@ def main(args: Args, world: World) -> None:
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the papers in:
+# 1. All advantages are grpo.py's z-score. (Papers: branches are mean-centred; vcpo.py has the
+#    population's std, a constant factor.)
+# 2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is computed
+#    anew when a stale batch is due. So w measures how far the policy had moved by then, r how far
+#    this batch moves it, and the clip bounds r alone. With one step the gradient is the same.
+#
+# The combination is ours and in no paper; each part as in its file.

@@ -15,7 +15,7 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M r u Â + β (π_ref/π_θ - 1)        (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-k3 is grpo.py's, a KL term towards π_ref. This file tests two pieces of advice for stability.
+This file tests two pieces of advice for stability. (k3 is the KL term of grpo.py.)
 
 The first is to give right and wrong responses different weights. Which of them should weigh more is
 disputed. The usual advice gives wrong ones a small weight: pushing a sampled token down lifts all
@@ -25,31 +25,16 @@ response that is pushed up is sampled more and pushed up again, until only one i
 and pass@k falls. Pushing wrong responses down spreads their probability over the rest. Wrong ones
 alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
 whole. Adam cancels a common scale, so λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py.
-The lab labs/signs shows both sides on one prompt. It also shows that half of a z-score is not the
-paper's half: it does not find rare right answers.
+The lab labs/signs shows both sides on one prompt.
 
 The second is to leave outliers out, here by length and by mean log-probability. No source gives
-numbers, and an outlier need not be noise. In 30 default steps (seed 1) 3% of the responses were
-outliers, and 94% of those were wrong: once most responses are right, a wrong one is unusual. So the
-filter removes the responses that the paper found most useful. We do not filter by reward: the one
-right answer to a hard prompt would be an outlier, too.
+numbers, and an outlier need not be noise: here 94% of them were wrong responses, which the paper
+found most useful.
 
 Base file: grpo.py. Differs from it in:
 1. Positive advantages times λ.
 2. Outliers get the advantage 0. They stay in the baseline, in the mean and in the KL term.
 3. `--baseline none`, the paper's: Â = 1 for a right response and -1 for a wrong one.
-
-Differs from the paper in:
-1. The paper has no baseline: the advantage is λ for a right response and -1 for a wrong one, so a
-   group without any right response is pushed down. By default ours weights the group's z-scores,
-   which are 0 there.
-2. The paper leaves no outliers out.
-3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
-   this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ = 0)
-   first drop the responses without weight, and make fewer updates.
-
-Confidence: we read λ, sizes and settings in the authors' code, and the findings in the abstracts.
-The filter is ours.
 
 Run it:
     torchrun -m variants.signs                              # laptop, 2 to 4 minutes, no download
@@ -72,19 +57,11 @@ import torch
 from torch import Tensor
 
 import grpo
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
-    clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False
-    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+class Args(grpo.Args):
     positive_weight: NonNegative = 0.1
     """λ: weight of right responses; 0: learn only from wrong ones (paper)."""
     baseline: Literal["group", "none"] = "group"
@@ -99,18 +76,38 @@ def signs(rewards: Tensor) -> Tensor:
     return 2 * rewards - 1  # with λ: R - 1 + λ R, whose mean gradient is (1 + λ) ∇p
 
 
-def measures(rollout: Rollout) -> Tensor:
+def length_and_logp(rollout: Rollout) -> Tensor:
     """The length and the mean log μ of each response: `[N, 2]`."""
     lengths = rollout.mask.sum(1)  # [N]
     return torch.stack([lengths, rollout.rollout_logp.sum(1) / lengths], dim=1).double()
 
 
-def outliers(args: Args, own: Tensor, every: Tensor) -> Tensor:
-    """True `[N]` where one of the measures `own [N, 2]` is more than k standard deviations from the
-    mean of `every [M, 2]`, those of all ranks."""
+def outliers(args: Args, values: Tensor, every: Tensor) -> Tensor:
+    """True `[N]` where one of the two `values [N, 2]` is more than k standard deviations from the
+    mean of `every [M, 2]`, the values of all ranks."""
     # 1e-5: if all are alike, rounding makes no outlier.
     limit = args.outliers * every.std(0, correction=0) + 1e-5  # [2]
-    return ((own - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
+    return ((values - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
+
+
+def weighted(args: Args, batch: Rollout) -> Rollout:
+    """The batch with u Â for Â. (Outliers have the advantage 0 from the loop.)"""
+    A = batch.advantages  # [n]
+    A = torch.where(A > 0, args.positive_weight * A, A)  # [n]
+    return Rollout(**vars(batch) | {"advantages": A})
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """grpo.py's, of u Â."""
+    return grpo.policy_loss(args, logp, weighted(args, batch))
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    size = batch.advantages.abs()  # [n]
+    batch = weighted(args, batch)
+    damped = size - batch.advantages.abs()  # [n]
+    return grpo.measures(args, logp, batch) | {"damped": (damped.sum(), size.sum())}
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
@@ -121,41 +118,13 @@ ACTED = {
 }
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    A = torch.where(A > 0, args.positive_weight * A, A)  # [n, 1]: u Â
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    stats["damped"] = (batch.advantages.abs() - A[:, 0].abs()).sum(), batch.advantages.abs().sum()
-    if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
-
-
 # Lines of grpo.py's loop and what they become here
 LOOP = """
          rollout.advantages = advantages(rewards).flatten()  # [N]
 +        if args.baseline == "none":
 +            rollout.advantages = signs(rewards).flatten()  # [N]
-+        own = measures(rollout)  # [N, 2]
-+        odd = outliers(args, own, gather(own, world))  # [N]
++        values = length_and_logp(rollout)  # [N, 2]
++        odd = outliers(args, values, gather(values, world))  # [N]
 +        rollout.advantages[odd] = 0.0  # after the baseline, which counts them
 +        means.add(outlier_share=(odd.sum(), len(odd)))
 +        means.add(outlier_reward=(rewards.flatten()[odd].sum(), odd.sum()))
@@ -165,3 +134,20 @@ main = loop_of(grpo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper has no baseline: the advantage is λ for a right response and -1 for a wrong one, so a
+#    group without any right response is pushed down. By default ours weights the group's z-scores,
+#    which are 0 there.
+# 2. The paper leaves no outliers out.
+# 3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
+#    this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ =
+#    0) first drop the responses without weight, and make fewer updates.
+#
+# In 30 default steps (seed 1) 3% of the responses were outliers, and 94% of those were wrong: once
+# most responses are right, a wrong one is unusual. We do not filter by reward: the one right answer
+# to a hard prompt would be an outlier, too. labs/signs also shows that half of a z-score is not the
+# paper's half: it does not find rare right answers.
+#
+# λ, sizes and settings are those of the authors' code, the findings those of the abstracts. The
+# filter is ours.

@@ -31,16 +31,10 @@ Differs from grpo.py in:
 2. `advantages_without`, for `--failed_call drop`. A dropped response has Â = 0. It stays in the
    average and under the KL term.
 
-Differs from the paper in:
-1. The paper's tool is a search engine. `--failed_call` is ours.
-2. In each turn all rows wait for the slowest one. Larger systems ask for each row when it is ready.
-
-Absent: environments with a state, several tools at once, histories that are rewritten.
-
 Run it:
     torchrun -m variants.tool                               # laptop, 2 to 4 minutes, no download
     # your own tool: `reply(response, answer)` in a task file (docs/yours.md); chat turns end at EOS
-    torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \
+    torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \\
         --task calls.py --turn_end "" --prompts_per_step 64 --max_new_tokens 512 --lr 1e-6
 """
 
@@ -48,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.batch import Rollout
-from common.cli import BadInput, blame, Count, NonNegative, RunStopped
+from common.cli import BadInput, blame, Count, RunStopped
 from common.clock import timed
 from common.data import Task
 from common.distributed import World
@@ -59,19 +53,11 @@ from torch import Tensor
 
 import grpo
 from grpo import advantages
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
-    clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False
-    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+class Args(grpo.Args):
     turn_end: str = "="
     """A token that ends in this text ends a turn, as EOS does; "": EOS alone (chat models)."""
     max_turns: Count = 16
@@ -84,11 +70,11 @@ class Args(Trunk):
 def advantages_without(rewards: Tensor, failed: Tensor) -> Tensor:
     """Advantages of a group's responses among those without a failed call: `rewards`, `failed`
     `[P, G]` -> `[P, G]`, 0 where a call failed."""
-    found = torch.zeros_like(rewards)  # [P, G]
+    A = torch.zeros_like(rewards)  # [P, G]
     for group, kept in enumerate(~failed):
         if kept.sum() > 1:  # one response has nothing to be compared with
-            found[group, kept] = advantages(rewards[group, kept][None])[0]
-    return found
+            A[group, kept] = advantages(rewards[group, kept][None])[0]
+    return A
 
 
 @dataclass
@@ -149,8 +135,8 @@ class Turns:
         top_p: float = 1.0,
         answers: list | None = None,
     ) -> Rollout:
-        """As the engine's. `limit` counts the tool's tokens, too. The tool is given the `answers`
-        of the prompts (default: of held-out problems).
+        """As the engine's. `limit` counts the tool's tokens, too. The tool receives the
+        `answers` of the prompts (default: of held-out problems).
 
         Further columns: `calls [N]`, and `failed [N]`, whether one of them failed.
         """
@@ -160,9 +146,9 @@ class Turns:
             rows += [Response(prompt, answer) for _ in range(n)]
         going = rows
         for turn in range(self.args.max_turns):  # also without rows: ranks may share an engine
-            given = [row.prompt for row in going]
+            starts = [row.prompt for row in going]
             written = [row.tokens for row in going]
-            part = self.engine.generate(given, 1, limit, temperature, written, top_p)
+            part = self.engine.generate(starts, 1, limit, temperature, written, top_p)
             for row, ids, logps in zip(going, part.response_ids(), part.rollout_logp.tolist()):
                 sampled = ids[len(row.tokens) :]
                 row.write(sampled, logps[: len(sampled)], sampled=True)
@@ -176,7 +162,8 @@ class Turns:
             eos=self.eos,
             device=self.device,
         )
-        for name, kind in (("calls", torch.long), ("failed", torch.bool), ("finished", torch.bool)):
+        kinds = {"calls": torch.long, "failed": torch.bool, "finished": torch.bool}
+        for name, kind in kinds.items():
             values = [getattr(row, name) for row in rows]
             setattr(rollout, name, torch.tensor(values, dtype=kind, device=self.device))  # [N]
         return rollout
@@ -211,32 +198,6 @@ class Turns:
 ACTED = {"calls": "calls of the tool per response", "clip_share": "tokens clipped (share)"}
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on sampled tokens, 0 on the tool's and on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
-
-
 # Lines of grpo.py's loop and what they become here
 LOOP = """
 -    engine = make_engine(args, lm, world)
@@ -260,3 +221,10 @@ main = loop_of(grpo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper's tool is a search engine. `--failed_call` is ours.
+# 2. In each turn all rows wait for the slowest one. Larger systems ask for each row when it is
+#    ready.
+#
+# Absent: environments with a state, several tools at once, histories that are rewritten.

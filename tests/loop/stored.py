@@ -309,6 +309,7 @@ FLAGS = {
     "dapo": {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
     "entropy20": {"grad_clip": 8.0},
     "laconic": {"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
+    "lp_reg": {"rare_share": 0.7, "kappa": 1e-4, "clip_low": 0.2, "clip_high": 0.28},
     "m2po": {"grad_clip": 4.0},
     "opd": {"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
     "paced": CHOICE | {"grad_clip": 31.0, "lr": 3e-4},
@@ -317,6 +318,7 @@ FLAGS = {
     "signs": {"outliers": 1.5, "grad_clip": 3.0},
     "tool": {"beta": 0.1, "grad_clip": 6.0},
 }
+FLAGS["lp_reg"] |= {"grad_clip": 8.0}
 FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
 FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
 

@@ -71,7 +71,7 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
     entropy, tokens, gap = b.entropy * b.mask, b.mask.sum(1), (b.old_logp - b.rollout_logp) * b.mask
     good, bad = A > 0, A < 0
     b.stats |= {
-        "loss": (total, count),
+        "loss": (total.detach(), count),
         "grad_norm": (b.gradient.norm(), 1),
         "entropy": (entropy.sum(), tokens.sum()),
         "entropy_bad": (entropy[bad].sum(), tokens[bad].sum()),

@@ -99,24 +99,10 @@ NANO = {
     "KL the other way": ("(ref_logp - logp).exp() - (ref_logp - logp)", "(logp - ref_logp).exp()"),
     "token mean": ("(objective * mask).sum(dim=1) / mask.sum(dim=1)", "objective[mask > 0]"),
 }
-GRPO = {
-    "population std": ("std(dim=1, keepdim=True)", "std(dim=1, keepdim=True, correction=0)"),
-    "no clip above": ("1 + args.clip_high)  # [n, T]\n", "9.0)  # [n, T]\n"),
-    "no KL term": ("objective - args.beta * k3", "objective - 0 * k3"),
-    "sum over tokens": (" / mask.sum(dim=1).clamp(min=1)", ""),
-    "EOS is left out": ("mask = batch.mask", "mask = batch.mask * (batch.tokens != 1)"),
-}
 
 
 @pytest.mark.parametrize("damage", NANO)
 def test_a_damage_of_the_page_shows(policies, damage):
     found, sequences = nano_gradient(mutate(nano, *NANO[damage]), policies)
     expected, _ = grpo_gradient(grpo, policies, sequences)
-    assert difference(found, expected) > 1e-3
-
-
-@pytest.mark.parametrize("damage", GRPO)
-def test_a_damage_of_grpo_shows(policies, damage):
-    found, sequences = nano_gradient(nano, policies)
-    expected, _ = grpo_gradient(mutate(grpo, *GRPO[damage]), policies, sequences)
     assert difference(found, expected) > 1e-3

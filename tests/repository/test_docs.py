@@ -15,6 +15,7 @@ import torch
 from common import launch
 from common.distributed import World
 from labs import blank, bug
+from tools.maintain import losses
 
 from checks.files import ALGORITHMS, MODULES, PATHS
 from tests import adapters
@@ -192,6 +193,13 @@ def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
             A = given["ref_logp"] - logp.detach()
         limit = importlib.import_module(MODULES[file]).Args().max_new_tokens
         torch.testing.assert_close(product(row, logs, A, limit), -slope, msg=f"{file}: {row}")
+
+
+# Every loss on one page
+
+
+def test_the_page_of_losses_has_the_files_code():
+    assert losses.PAGE.read_text("utf-8") == losses.page()
 
 
 # Leftovers of a merge

@@ -21,7 +21,6 @@ labs.race --redraw
 labs.race --table none
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpo
 import pytest
-from common.run import Run, checkpoints, folder_to_resume, new_folder, read_lines
+from common.run import Run, checkpoints, folder_to_resume, new_folder
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
 
@@ -38,11 +38,6 @@ def test_which_folder_is_resumed(tmp_path):
     assert folder_to_resume(name, False) == tmp_path / "run.11"
     shutil.rmtree(name / "checkpoints")
     assert folder_to_resume(name, True) == tmp_path / "run.11"
-
-
-def test_a_last_line_cut_short_is_dropped(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2, "a": {"b": 1}')
-    assert read_lines(tmp_path / "m.jsonl") == [{"step": 1}]
 
 
 @slow

@@ -1,9 +1,8 @@
-"""Every file learns in a few default steps, and the test of that can fail."""
+"""Every file learns in a few default steps."""
 
 import json
 from pathlib import Path
 
-import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
 
@@ -37,11 +36,3 @@ def test_a_short_run_learns(algorithm, tmp_path):
         assert lines[-1]["lr"] == lines[-2]["lr"] == 3e-4
     for name in ("config.json", "samples.jsonl", "curves.png", "summary.json", "checkpoints"):
         assert (tmp_path / "run" / name).exists()
-
-
-def test_a_flipped_advantage_unlearns(tmp_path, monkeypatch):
-    """The learning test can fail: the same run with the advantages' sign flipped."""
-    advantages = grpo.advantages
-    monkeypatch.setattr(grpo, "advantages", lambda rewards: -advantages(rewards))
-    result = learn(tmp_path / "run", "grpo")
-    assert result["greedy_after"] < result["greedy_before"]

@@ -55,19 +55,6 @@ def test_picture_and_table_are_written_and_never_over_anothers(tmp_path):
     assert (tmp_path / "notes.md").read_text() == "mine" and not (tmp_path / "notes.png").exists()
 
 
-def test_a_sheet_has_a_row_for_each_run(tmp_path):
-    """The first run is grey in the second row; a panel holds the run's own numbers."""
-    runs = [compare.load(run_of(tmp_path / f"{seed}", seed)) for seed in (1, 2)]
-    axes = compare.draw_sheet(runs).axes
-    assert len(axes) == 8
-    grey, greedy, sampled = axes[5].lines[0], axes[5].lines[2], axes[5].lines[3]
-    for line, run, name in ((grey, 0, "greedy"), (greedy, 1, "greedy"), (sampled, 1, "sampled")):
-        stored = [row[name] for row in runs[run].lines if name in row]
-        assert [*line.get_ydata()] == stored
-    compare.save_sheet([runs[0].folder], tmp_path / "sheet.png")
-    assert (tmp_path / "sheet.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.parametrize("text", ['{"step": 1, "reward": 0.5}\n', '{"step": 0\n{"step": 1}\n'])
 def test_a_folder_without_a_measurement_is_one_line(text, tmp_path, monkeypatch, capsys):
     run = run_of(tmp_path / "1", 1)

@@ -23,8 +23,7 @@ the columns of `batch`. The comments are in the files. A test holds this page to
 """
 # What keeps one step from moving the policy too far
 GROUPS = {
-    "Nothing but a clip of the token's ratio": """grpo justrl dapo dr_grpo baselines blockwise signs
-        tool deep_grpo""",
+    "A clip of the token's ratio": "grpo justrl dapo dr_grpo blockwise signs deep_grpo",
     "The clip, and tokens left out": "stapo entropy20 lp_reg",
     "A smooth gate on the token's ratio": "sapo maspo",
     "A bounded weight on log π": "cispo minirl dppo icepop m2po centred opd",
