@@ -5,7 +5,6 @@ The data cursor is therefore one integer, the same for any number of ranks, and 
 the problems that the uninterrupted one would have seen.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -25,11 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.answers import final_answer, last_box
+from common.answers import last_box
 from common.batch import Rollout
 from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
-from common.reward import Verifier, load_task_file, source_of
+from common.reward import Verifier, digest, fingerprint, load_task_file, source_of
 from common.tiny import arithmetic
 
 
@@ -134,6 +133,7 @@ def as_prompt(prompt: object) -> Prompt:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
         if not known or not isinstance(turn.get("content"), str):
             raise ValueError(f"its prompt has {str(turn)[:80]}: {A_MESSAGE}")
+        turn["content"].encode()  # half an emoji: no tokenizer can read it
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
@@ -203,6 +203,7 @@ def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # prompts that are tokenised to find one that fits
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # `final_answer` reads them
 DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
 # (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
@@ -229,7 +230,7 @@ class Task:
     verifier: Score
     fingerprint: str = ""  # of what was read: a resumed run must see the same problems
     held_out_verifier: Score | None = None  # where it is not `verifier`
-    final: Callable[[str], str] = final_answer  # a response's answer, without its working
+    final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
     reply: Tool | None = None  # of variants/tool.py
     reply_error: str = ""  # what the policy reads instead, where a call fails
@@ -238,11 +239,9 @@ class Task:
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
         """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
         writes the rollout's columns `problem`, `rewards` and `new_answer`."""
-        texts = []
-        if len(rollout):  # of no responses transformers would make one empty text
-            texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        texts = texts_of(rollout, self.tokenizer)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        answers = [self.final(text) for text in texts]
+        answers = self.final(texts)
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
         on = rollout.mask.device
@@ -251,6 +250,24 @@ class Task:
         rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
         rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
         return rollout.rewards.view(len(problems), G)  # [P, G]
+
+
+def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+    """The responses as verifiers read them, `[N]`: without special tokens, except TAGS.
+
+    A response begins with <think> where its prompt ends with that: the template has opened the
+    thought, and an answer in a thought that is never closed must not be paid.
+    """
+    if not len(rollout):
+        return []  # transformers would make one empty text
+    added = tokenizer.added_tokens_decoder.items()
+    unread = {n for n, token in added if token.special and token.content not in TAGS}
+    rows = [[n for n in row if n not in unread] for row in rollout.response_ids()]
+    starts = (rollout.prompt_len - rollout.prefix_len)[:, None]  # [N, 1]
+    last = starts + torch.arange(-16, 0, device=starts.device)  # [N, 16]: where prompts end
+    ends = tokenizer.batch_decode(rollout.sequences.gather(1, last.clamp(min=0)))
+    opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
+    return [think + text for think, text in zip(opened, tokenizer.batch_decode(rows))]
 
 
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
@@ -296,7 +313,7 @@ def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
 
     rows = list(answers.items())
     task = tokenised(train, rows, verifier, args, tokenizer, instruction=None)
-    task.final = arithmetic.final_number
+    task.final = lambda texts: list(map(arithmetic.final_number, texts))
     task.reply = lambda texts, answers: [(arithmetic.calculator(text), "") for text in texts]
     return task
 
@@ -312,28 +329,31 @@ def file_task(args: Flags, tokenizer: Tokenizer) -> Task:
     source = source_of(args.task)
     custom = load_task_file(args.task, source)
     own_reward = hasattr(custom, "reward")
-    bounds = getattr(custom, "bounds", {})
-    verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
-    with blame(f"--task {args.task}: needs train(i) and a list held_out"):
-        draw, first = custom.train, islice(custom.held_out, args.eval_problems)
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
+    last = begin + getattr(args, "steps", 1) * getattr(args, "prompts_per_step", 1) - 1
+    problems = fingerprint(args.task, source, custom, last)
 
     def as_row(pair: tuple, where: str) -> Row:
         with blame(f"--task {args.task}: {where} gives no (prompt, answer) that can be used"):
+            if not isinstance(pair, tuple | list):
+                raise TypeError(f"a {type(pair).__name__}")  # a dict's keys would be two texts
             prompt, answer = pair
             answer = answer if own_reward else as_text(answer)
             json.dumps(answer)  # as it goes to the process that scores
             return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
-        return as_row(draw(begin + index), f"train({begin + index})")
+        return as_row(custom.train(begin + index), f"train({begin + index})")
 
+    first = custom.held_out[: args.eval_problems]
     held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
+    how = getattr(custom, "bounds", {}) | {"problems": problems}
+    verifier = Verifier(args.task, **how) if own_reward else Verifier()
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
-    task.fingerprint = digest([source])
+    task.fingerprint = problems
     if hasattr(custom, "reply"):
-        task.reply = Verifier(args.task, **bounds, function="reply").ask
+        task.reply = Verifier(args.task, **how, function="reply").ask
         task.reply_error = getattr(custom, "reply_error", "")
     return task
 
@@ -382,11 +402,6 @@ def text_of(row: Row) -> str:
     return str(prompt).strip()
 
 
-def digest(rows: list) -> str:
-    """SHA-256 of what JSON can hold."""
-    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
-
-
 # How prompts become tokens
 
 
@@ -417,7 +432,8 @@ def tokenised(
     held_out = list(islice(filter(None, problems), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if held_out_rows else f"--task {args.task}: no held-out problems")
-    return Task(args.task, train, held_out, verifier, tokenizer=tokenizer)
+    final = getattr(verifier, "final_answers", None)
+    return Task(args.task, train, held_out, verifier, final=final, tokenizer=tokenizer)
 
 
 def as_problem(
@@ -426,6 +442,8 @@ def as_problem(
     """A row and its prompt's tokens; None if these leave too few positions for a response."""
     prompt, answer = row
     ids = encode(prompt, instruction, tokenizer, chat=args.chat)
+    if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
+        raise BadInput(f"--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
     positions = getattr(tokenizer, "model_max_length", math.inf)
     if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None
@@ -445,6 +463,9 @@ def encode(
     take none, and need the template, which gets the options `chat`. `flag` names the model in
     errors.
     """
+    for name in key_values("--chat", chat):
+        if name not in str(tokenizer.chat_template):
+            raise BadInput(f"--chat {name}: the chat template of {flag} never reads it")
     text = str(prompt) if instruction is None else f"{prompt} {instruction}".strip()
     messages = isinstance(prompt, list)
     templated = messages or (instruction is not None and bool(tokenizer.chat_template))

@@ -3,25 +3,32 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.cli import BadInput, Flags
+from common.cli import BadInput, Flags, blame, in_one_line, say
+from common.routing import routers
 
 # How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
 # before an update they have agreed on the number of micro-batches, so they enter it together: a
 # rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
+COMPILED = 300_000_000  # parameters; a guess: below it, compiling takes longer than it saves
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
 
@@ -44,9 +51,11 @@ ALONE = World(0, 1, torch.device("cpu"))
 def setup() -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    alone = "MASTER_PORT" not in os.environ
-    if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not alone and not os.environ.get("MASTER_PORT"):
         raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
+    if alone and os.environ.get("SLURM_NTASKS", "1") != "1":
+        say("SLURM_NTASKS is not 1, but this process is a run of its own: use torchrun")
     for name, value in one.items():  # vLLM reads them, too
         os.environ[name] = value if alone else os.environ.get(name, value)
     rank = int(os.environ["RANK"])
@@ -60,12 +69,15 @@ def setup() -> World:
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more threads pay only above 10M parameters
-    if alone:  # a store inside this process, no port to collide on
-        store = dist.HashStore()
-    else:
-        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # others may never be started
+        say(f"rank {rank} of {size} waits for the others at {os.environ['MASTER_ADDR']}")
+    with blame(f"rank {rank} of {size} cannot join the others"):
+        if alone:  # a store inside this process, no port to collide on
+            store = dist.HashStore()
+        else:
+            store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, device, store)
 
 
@@ -80,10 +92,19 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
     same gradient, and cost 15% of a step at the embedded model's size.
     """
+    # The decoder's layers, by whatever name a family holds them
+    layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    pays = world.device.type == "cuda" and size > COMPILED and not routers(policy.lm)
+    if args.compile == "on" or (args.compile == "auto" and pays):
+        policy.compiled = True
+        for layer in layers:
+            layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
     if args.gradient_checkpointing:
-        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:  # not by transformers: only in training mode, and dropout would act
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
-    small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
+    small = size < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     plain = sharing == 1 and args.dtype == "float32" and not offload
     if plain and world.size == 1:
@@ -101,9 +122,38 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for layer in policy.lm.base_model.layers:
+    for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
     return fully_shard(broadcast_module(policy, world), **options)
+
+
+class Compiled:
+    """A function that torch.compile compiles when it is first called, for inputs of any shape.
+
+    Where that fails, one line says so, and no such function of this process is compiled any more.
+    """
+
+    failed = False
+
+    def __init__(self, function: Callable, dynamic: bool | None = None):
+        """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
+        self.function = function
+        self.dynamic = dynamic
+
+    @cached_property
+    def compiled(self) -> Callable:
+        # All layers of all models share the limit. By default it is 8, which policy and reference
+        # exceed: others with and without gradient, for frozen weights, for one row.
+        return torch.compile(self.function, dynamic=self.dynamic, recompile_limit=64)
+
+    def __call__(self, *inputs: object, **named: object) -> object:
+        if not Compiled.failed:
+            try:
+                return self.compiled(*inputs, **named)
+            except TorchDynamoException as error:
+                Compiled.failed = True
+                say(f"cannot compile, going on without: {in_one_line(error)}", file=sys.stderr)
+        return self.function(*inputs, **named)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

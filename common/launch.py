@@ -37,6 +37,8 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     """
     SECONDS.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
+    with contextlib.suppress(AttributeError):  # a notebook's stdout shows all characters
+        sys.stdout.reconfigure(errors="backslashreplace")
     world = ALONE
     code = 0
     try:

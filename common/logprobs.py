@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
-from common.distributed import World, global_sum, shard
-from common.model import add_product, head_logits
+from common.distributed import Compiled, World, global_sum, shard
+from common.model import Head, add_product, head_of, head_product
 from common.routing import Routing, routers
 
 # Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
@@ -44,6 +44,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
+        self.compiled = False  # see `compile_layers`
 
     def forward(
         self,
@@ -70,11 +71,40 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
+        asked = targets, head_of(self.lm, temperature), readout
+        return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
+
+
+def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
+    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
+    each row: `[b]`."""
+    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
+    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
+    return logprobs.gather(-1, tokens), statistic
+
+
+def d_product(
+    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
+) -> Tensor:
+    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
+    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
+    logits = head.logits(product)  # [b, V]
+    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    d_logits.scatter_add_(-1, tokens, d_logp)
+    if head.temperature != 1:
+        d_logits /= head.temperature
+    if head.cap:  # tanh' = 1 - tanh²
+        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
+    return d_logits.to(dtype)
+
+
+# Compiled, they write fewer tensors of that size, and read them less often.
+compiled_read_block = Compiled(read_block)
+compiled_d_product = Compiled(d_product)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
+    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
     both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
@@ -83,25 +113,6 @@ class TokenLogprobs(torch.autograd.Function):
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
     keeps several.
     """
-
-    @staticmethod
-    def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        logits = head_logits(hidden, weight)
-        return logits if temperature == 1 else logits / temperature
-
-    @staticmethod
-    def d_logits(
-        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
-    ) -> Tensor:
-        """The sum over the targets `[b, K]` of `d_logp [b, K]` times d log p(target) / d logits,
-        which is 1{target} - p: `[b, V]`, in the weight's dtype."""
-        p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
-        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-        d_logits.scatter_add_(-1, targets, d_logp)
-        if temperature != 1:
-            d_logits = d_logits / temperature
-        return d_logits.to(weight.dtype)
 
     @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -114,19 +125,20 @@ class TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        head: Head,
         readout: Readout | None,
+        compiled: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature = temperature
+        ctx.head, ctx.compiled = head, compiled
+        read = compiled_read_block if compiled else read_block
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
-            columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
-            if readout:
-                statistic[rows] = readout(logprobs, tokens[rows, 0])
+            product = head_product(hidden[rows], weight)  # [b, V]
+            part, statistic[rows] = read(product, tokens[rows], head, readout)
+            columns(logp)[rows] = part  # [b, K]
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
@@ -137,13 +149,14 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        differentiate = compiled_d_product if ctx.compiled else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
-            d_logits = TokenLogprobs.d_logits(
-                hidden[rows], weight, tokens[rows], d_logp[rows], ctx.temperature
-            )  # [b, V]
-            d_hidden[rows] = d_logits @ weight
-            add_product(d_weight, d_logits.T, hidden[rows])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+            product = head_product(hidden[rows], weight)  # [b, V]
+            given = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            gradient = differentiate(*given)  # [b, V]
+            d_hidden[rows] = gradient @ weight
+            add_product(d_weight, gradient.T, hidden[rows])
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def columns(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from common.batch import Rollout
 from common.cli import Flags, RunStopped
 from common.clock import timed
-from common.data import Task
+from common.data import Task, texts_of
 from common.distributed import World, global_sum
 from common.reward import Verifier
 from common.rollout import Engine
@@ -124,7 +124,7 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
-        texts = task.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        texts = texts_of(rollout, task.tokenizer)
         answers = [problem.answer for problem in problems for _ in range(n)]
         scores = verifier(texts, answers)
         scored[name] = sum(scores) / n

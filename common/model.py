@@ -1,9 +1,11 @@
 """Loading a model and its tokenizer; models whose files do not fit together are refused."""
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
-from common.cli import BadInput, blame
+from common.cli import BadInput, blame, say
 from common.distributed import ALONE, World
 
 logging.disable_progress_bar()  # the run has its own
@@ -41,15 +43,13 @@ def source_of(name: str, flag: str = "--model") -> str:
 
 
 def config_of(source: str) -> PreTrainedConfig:
-    """A model's config.json with our attention and without dropout.
+    """A model's config.json with our attention.
 
     The file may name another attention, even a kernel that transformers would download and run, and
-    that name wins over the argument of `from_pretrained`. With dropout the log-probs of the trainer
-    would differ from those of the sampler.
+    that name wins over the argument of `from_pretrained`.
     """
     config = AutoConfig.from_pretrained(source, **SAFE)
     config._attn_implementation = "sdpa"
-    config.attention_dropout = 0.0
     return config
 
 
@@ -88,6 +88,9 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
             lm.generation_config.eos_token_id = eos
+            # For config.json: a resumed run must begin from the same weights.
+            firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
+            tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
             lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
         else:
             with torch.device("meta"):
@@ -99,6 +102,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
+    tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
     return lm, tokenizer
 
 
@@ -127,15 +131,21 @@ def check_structure(lm: PreTrainedModel) -> None:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     if hasattr(lm.config, "quantization_config"):
         raise ValueError(f"{name} is quantised: use a checkpoint that is not")
-    head = getattr(lm, "lm_head", None)
-    if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
-        raise ValueError(f"{name} has no output head lm_head without a bias")
     # These types look at the longest row of a micro-batch: log-probs would depend on other rows.
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
             raise ValueError(
                 f"RoPE type {kind} scales by the batch's longest row: use another model"
             )
+    ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 4).long()[None]  # [1, 4]
+    with torch.no_grad():
+        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 4, H]
+        product = head_product(hidden, lm.lm_head.weight)  # [1, 4, V]
+        ours = head_of(lm).logits(product).log_softmax(-1)  # [1, 4, V]
+        theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 4, V]
+    gap = (ours - theirs).abs().max().item()
+    if gap > 1e-4:  # rounding: 1e-6
+        raise ValueError(f"{name} makes other logits of its head's product: off by {gap:.2g}")
 
 
 def read_json(source: str, name: str) -> dict:
@@ -147,16 +157,32 @@ def read_json(source: str, name: str) -> dict:
 
 
 def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that ends a response: those that a model declares and the tokenizer's."""
+    """Every token id that ends a response: those that a model declares, the tokenizer's, and the
+    chat template's end of a turn, which base models do not declare."""
     ids = declared if isinstance(declared, list) else [declared]
     ids = [one for one in dict.fromkeys([*ids, tokenizer.eos_token_id]) if one is not None]
     if not ids or not all(isinstance(one, int) for one in ids):
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
-    return ids
+    turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
+    if turn_end:
+        token = tokenizer.decode(turn_end)
+        say(f"a response also ends at {token}, with which the chat template ends a turn")
+    return ids + turn_end
 
 
-def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden `[..., H]` @ weight `[V, H]` transposed: logits `[..., V]`, float32.
+def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special token with which the chat template ends the assistant's turn, if it does."""
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "So it is."}]
+    with contextlib.suppress(Exception):  # no template, or one for other chats
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        behind = text.partition("So it is.")[2].strip()
+        first = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
+        return [first] if tokenizer.added_tokens_decoder[first].special else []
+    return []
+
+
+def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden `[..., H]` @ weight `[V, H]` transposed: `[..., V]`, float32.
 
     On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
     logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
@@ -164,9 +190,31 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
         flat = hidden.flatten(0, -2)  # [b, H]
-        logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
-        return logits.unflatten(0, hidden.shape[:-1])
+        product = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+        return product.unflatten(0, hidden.shape[:-1])
     return nn.functional.linear(hidden, weight).float()
+
+
+class Head(NamedTuple):
+    """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
+    them softly (0: it does not), over a temperature."""
+
+    temperature: float = 1.0
+    cap: float = 0.0
+
+    def logits(self, product: Tensor) -> Tensor:
+        """`[..., V]` -> `[..., V]`, float32."""
+        if self.cap:
+            product = self.cap * torch.tanh(product / self.cap)
+        return product if self.temperature == 1 else product / self.temperature
+
+
+def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
+    """A model's head, by what families call their factor and their cap in config.json."""
+    factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
+    return Head(temperature * divisor / factor, cap)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

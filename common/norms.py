@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from common.batch import Rollout
 from common.cli import Flags
 from common.distributed import World
-from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
+from common.logprobs import BLOCK_ELEMENTS, d_product, micro_batches, response_logprobs
+from common.model import head_of, head_product
 
 
 def gradient_norms(
@@ -43,6 +44,7 @@ def unsupported_module(policy: nn.Module) -> str:
     return ""
 
 
+@torch.compiler.set_stance("force_eager")  # a layer compiled without the hooks would leave them out
 def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
     """log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward pass and one backward pass.
 
@@ -106,7 +108,7 @@ class HeadPart:
     """
 
     def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
-        self.lm, self.micro, self.temperature = lm, micro, temperature
+        self.lm, self.micro, self.head = lm, micro, head_of(lm, temperature)
         # The head's gradient in the row of the token at each place. The backward pass reaches the
         # head first and the embedding last, which needs it if both share their weight.
         self.at_tokens: Tensor | None = None  # [n, S, H]
@@ -127,8 +129,9 @@ class HeadPart:
             for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
                 at = some[:, None], block
                 tokens, ones = micro.tokens[at][..., None], micro.mask[at][..., None]
-                given = weight, tokens, ones, self.temperature
-                gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
+                given = tokens, ones, self.head, weight.dtype
+                d = d_product(head_product(x[at], weight), *given)  # [r, T, V]
+                gradient += d.mT @ x[at]
             found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
             own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
             self.at_tokens[some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)

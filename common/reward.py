@@ -10,6 +10,7 @@ reads numbered questions and writes numbered verdicts, each a line of JSON. It i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from common.answers import final_answer, marked, written
 from common.cli import BadInput, RunStopped, blame, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
@@ -34,9 +36,11 @@ START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but
 
 def reward(completion: str, reference: str) -> float:
     """1.0 where the completion's final answer equals the reference, else 0."""
-    from common.answers import correct  # slow to import; workers of a task file do not need it
+    from common.equality import equal  # slow to import; workers of a task file do not need it
 
-    return float(correct(completion, reference))
+    answer = final_answer(completion)
+    gold = marked(reference)  # it may be marked like an answer
+    return float(bool(answer) and equal(written(reference if gold is None else gold), answer))
 
 
 def source_of(spec: str) -> str:
@@ -56,13 +60,29 @@ def load_task_file(spec: str, source: str = "") -> object:
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
     sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
-    module = ModuleType(f"task file {file}")
+    module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would ask for a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
     exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
     if name and not hasattr(module, name):
         raise BadInput(f"--task {spec}: {name} is not in the file")
     return getattr(module, name) if name else module
+
+
+def digest(rows: list) -> str:
+    """SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+
+
+def fingerprint(spec: str, source: str, task: object, last: int = 0) -> str:
+    """Of a task file's text and some of its problems. These differ between processes if they depend
+    on chance, or on the order of a set. Also tries the `last` problem of a run."""
+    try:
+        task.train(last)
+        return digest([source, task.held_out[:8], [task.train(number) for number in range(8)]])
+    except Exception as error:
+        needs = f"needs train(i) for every i, and a list held_out ({describe(error)})"
+        raise BadInput(f"--task {spec}: {needs}") from error
 
 
 class Verifier:
@@ -81,15 +101,19 @@ class Verifier:
         seconds: float = SECONDS,
         memory: int = MEMORY,
         function: str = "reward",
+        problems: str = "",
     ):
-        """`function` may also be "reply", of a task file with a tool: see `ask`."""
+        """`function` may also be "reply", of a task file with a tool: see `ask`. `problems`: the
+        `fingerprint` of the file that the workers must come to, too."""
         self.spec = spec
+        self.problems = problems
         self.function = function
         self.seconds = seconds
         self.memory = memory
         self.killed = 0
         self.failure = ""
         self.works = False
+        self.answers = {}  # completions of the last call -> their final answers
         # Workers that start later get the same text, even if the file is edited during the run.
         self.source = source_of(spec) if spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -102,17 +126,22 @@ class Verifier:
         """A score for each completion, given its reference."""
         return [score for score, _ in self.ask(completions, references)]
 
+    def final_answers(self, completions: list[str]) -> list[str]:
+        """The final answers of completions of the last call, which came with their scores."""
+        return [self.answers[completion] for completion in completions]
+
     def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
         """The scores, or what `reply` returned, each with "" or a description of what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
-        failures = [failure for _, failure in verdicts if failure]
+        failures = [failure for _, failure, _ in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
             cost = ": 0 points" if self.function == "reward" else ""
             say(f"\n{self.spec}: {self.function} fails ({self.failure}){cost}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
-        return verdicts
+        self.answers = {text: answer for text, (_, _, answer) in zip(completions, verdicts)}
+        return [(score, failure) for score, failure, _ in verdicts]
 
     def take_killed(self) -> int:
         """How many answers failed since the last call."""
@@ -120,32 +149,33 @@ class Verifier:
         self.killed = 0
         return killed
 
-    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str]:
-        """The score of one completion, and "" or a description of what failed."""
+    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str, str]:
+        """The score of one completion, "" or a description of what failed, its final answer."""
         worker = getattr(self.own, "worker", None)
         if worker is None or worker.process.poll() is not None:
-            worker = Worker(self.spec, self.source, self.seconds, self.memory, self.function)
+            source = [self.source, self.problems]
+            worker = Worker(self.spec, source, self.seconds, self.memory, self.function)
             self.own.worker = worker
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
-        # The errors of a line that is not [number, score, failure]
+        # The errors of a line that is not [number, score, failure, answer]
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            answered, score, failure = json.loads(line)
+            answered, score, failure, answer = json.loads(line)
             if answered == number:
-                return score, failure
+                return score, failure, answer
         # No line, or one that is no verdict on this answer. Later lines of this worker could also
         # be about another answer, so it ends here; the next answer gets a new one.
         code = worker.end()
         if line:
-            return 0.0, "something else wrote into the worker's channel"
-        return 0.0, f"out of time or memory? exit code {code}"
+            return 0.0, "something else wrote into the worker's channel", ""
+        return 0.0, f"out of time or memory? exit code {code}", ""
 
 
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
-    def __init__(self, spec: str, source: str, seconds: float, memory: int, function: str):
+    def __init__(self, spec: str, source: list, seconds: float, memory: int, function: str):
         # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
         words.append(function)
@@ -191,16 +221,19 @@ class Worker:
 
 
 def work(spec: str, seconds: str, memory: str, name: str) -> None:
-    """The worker: answers each line [number, completion, reference] with [number, score, failure],
-    until the channel, which is its stdin, closes."""
+    """The worker: answers each line [number, completion, reference] with [number, score, failure,
+    final answer], until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
     verdicts = os.fdopen(os.dup(0), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
-    source = json.loads(questions.readline())
+    source, problems = json.loads(questions.readline())
     try:
-        score = getattr(load_task_file(spec, source), name) if spec else reward
+        task = load_task_file(spec, source) if spec else None
+        score = getattr(task, name) if spec else reward
         if not spec:
             score("x+1", "1+x")  # loads math-verify before the bounds hold
+        elif problems and fingerprint(spec, source, task) != problems:
+            raise ValueError("other problems than in the trainer: a set's order, or chance")
     except Exception as error:
         print(describe(error), file=verdicts, flush=True)
         return
@@ -211,8 +244,9 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
         # When the alarm rings the kernel ends this process, even if the trainer is gone.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         number, completion, reference = json.loads(line)
-        points, failure = 0.0, ""
+        points, failure, answer = 0.0, "", ""
         try:
+            answer = final_answer(completion)
             given = score(completion, reference)
             if name == "reply":
                 if not isinstance(given, str | None):
@@ -229,7 +263,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(BrokenPipeError):  # the trainer was killed meanwhile
-            print(json.dumps([number, points, failure]), file=verdicts, flush=True)
+            print(json.dumps([number, points, failure, answer]), file=verdicts, flush=True)
     os.killpg(0, signal.SIGKILL)  # the run is over: ends what rewards have left behind
 
 

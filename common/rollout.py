@@ -4,6 +4,7 @@ Token ids cross between sampler and trainer, never text: encoded again, a text m
 """
 
 import copy
+import re
 from typing import Protocol
 
 import torch
@@ -17,11 +18,12 @@ from common.batch import Rollout
 from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import World, broadcast_module, full_parameters
-from common.model import head_logits
+from common.model import head_of, head_product
 from common.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
+LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
 
 
 class Engine(Protocol):
@@ -94,7 +96,7 @@ class HFEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
-            matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
+            matrix = full.dim() >= 2 and LAYER.search(name) and not name.endswith(ROUTERS)
             own[name].copy_(float8(full) if self.float8 and matrix else full)
 
     def state_dict(self) -> dict:
@@ -208,7 +210,8 @@ class HFEngine:
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
         last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
-        return head_logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
+        product = head_product(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
+        return head_of(self.lm).logits(product)  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row `[rows, 1]`, and all log-probs `[rows, V]`."""

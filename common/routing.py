@@ -65,6 +65,7 @@ class Routing:
             # Not a hook: the context must be entered before the forward and left after it.
             router.forward = partial(self._choose, layer, router.forward)
 
+    @torch.compiler.disable  # else each layer would be compiled for itself: see --compile
     def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:
         given = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
         with Selection(given) as selection:

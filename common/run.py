@@ -33,7 +33,7 @@ from common.samples import Samples, before_and_after
 FREE_ON_RESUME = set(
     """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
-    gradient_checkpointing offload offload_reference vllm_memory vllm_sleep""".split()
+    gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
 # Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
@@ -92,9 +92,10 @@ def saved_config(folder: Path) -> dict:
 
 
 def changed_flags(saved: dict, config: dict) -> list[str]:
-    """The names under which two runs differ, but for those of FREE_ON_RESUME."""
-    names = config.keys() - FREE_ON_RESUME - {"id", "history"}
-    return sorted(name for name in names if saved.get(name) != config[name])
+    """The names under which two runs differ, but for those of FREE_ON_RESUME, and for what a run of
+    an older version did not write."""
+    names = config.keys() & saved.keys() - FREE_ON_RESUME - {"id", "history"}
+    return sorted(name for name in names if saved[name] != config[name])
 
 
 @contextlib.contextmanager
@@ -180,11 +181,14 @@ class Run:
         self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
+        config["weights"] = self._rank_0s(getattr(task.tokenizer, "weights", ""))  # of --model
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
+        if task.fingerprint != self._rank_0s(task.fingerprint):
+            raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # to continue from
         self.repair = None  # what --back_to changes: flag -> value before and after
         if args.back_to and not args.resume:
@@ -193,9 +197,9 @@ class Run:
             self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
             self._check_resume()
 
-    def _rank_0s(self, folder: Path) -> Path:
-        """The first rank's folder, on every rank."""
-        shared = [folder]
+    def _rank_0s(self, value: object) -> object:
+        """The first rank's value, on every rank."""
+        shared = [value]
         dist.broadcast_object_list(shared)
         return shared[0]
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.batch import Rollout
 from common.cli import Flags
-from common.data import Task
+from common.data import Task, texts_of
 from common.distributed import World, gather, global_sum
 
 LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
@@ -105,7 +105,7 @@ class Samples:
         for name, column in columns.items():
             listed[name] = six_digits(column[:length].tolist())
         found = {
-            "text": decode(response, skip_special_tokens=True),
+            "text": texts_of(one, self.task.tokenizer)[0],
             "given": decode(response[: one.prefix_len]),
             "reward": six_digits(one.rewards.tolist())[0],
             "advantage": six_digits(one.advantages.tolist())[0],

@@ -19,7 +19,7 @@ from types import ModuleType
 from common.cli import BadInput, blame, in_one_line
 from common.distributed import World
 from common.launch import launch
-from common.rollout import ROUTERS
+from common.rollout import LAYER, ROUTERS
 from common.run import Run
 from common.tiny.arithmetic import KINDS
 from tools import arguments
@@ -76,7 +76,7 @@ def quantise(model: nn.Module, levels: int) -> None:
     """Round each row of a layer's matrices to whole numbers from -levels to levels, times a scale
     of the row. Routers stay as they are: a rounded one chooses other experts."""
     for name, weight in model.named_parameters():
-        if weight.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS):
+        if weight.dim() >= 2 and LAYER.search(name) and not name.endswith(ROUTERS):
             scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / levels  # [out, 1]
             weight.data.copy_((weight / scale).round() * scale)  # [out, in]
 

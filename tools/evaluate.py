@@ -26,7 +26,7 @@ from typing import Annotated, Literal, NamedTuple
 from common import cli
 from common.checkpoint import first_failure
 from common.cli import BadInput, Count, Flags, blame, broken_rule
-from common.data import Problem, as_problem, load_task, rows_of
+from common.data import Problem, Task, as_problem, load_task, rows_of, texts_of
 from common.distributed import World, global_sum, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
@@ -78,6 +78,7 @@ class Set(NamedTuple):
     name: str
     problems: list[Problem]
     verifier: Callable[[list[str], list[str]], list[float]]
+    task: Task | None = None  # where they are its held-out problems
 
 
 def prepare(args: Args, world: World) -> None:
@@ -108,7 +109,7 @@ def load_sets(
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         verifier = task.held_out_verifier or task.verifier
-        return [Set(task.name, task.held_out, verifier)], [warning] if changed else []
+        return [Set(task.name, task.held_out, verifier, task)], [warning] if changed else []
     sets, remarks, math_verify = [], [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
@@ -130,7 +131,7 @@ def load_sets(
 
 
 def engine_of(
-    args: Args, config: dict, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: World
+    args: Args, config: dict, lm: PreTrainedModel, task: Task | None, world: World
 ) -> object:
     """The sampling engine; of a run of variants/tool.py with its tool."""
     if config.get("algorithm") != "tool":
@@ -138,7 +139,6 @@ def engine_of(
     if args.eval_task:
         raise BadInput(f"--eval_task {args.eval_task}: the run's tool is its own task's alone")
     own = {name: config[name] for name in ("turn_end", "max_turns", "failed_call")}
-    task = load_task(args, tokenizer)
     return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, world)
 
 
@@ -175,7 +175,7 @@ def main(args: Args, world: World) -> None:
 
     lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
-    engine, step = engine_of(args, config, lm, tokenizer, world), 0
+    engine, step = engine_of(args, config, lm, sets[0].task, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
         step = load_weights(run, policy, world)
@@ -231,7 +231,7 @@ def measure(
         mine = [(number, one.problems[number]) for number in numbers[world.rank :: world.size]]
         prompts = [p.prompt_ids for _, p in mine]
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        texts = texts_of(rollout, tokenizer)
         scores = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
         lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
         for i, (number, p) in enumerate(mine):

@@ -43,6 +43,7 @@ from common import model as loading
 from common.cli import BadInput, Flags, blame, say
 from common.launch import parse
 from common.logprobs import TokenLogprobs, entropies
+from common.model import Head
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
@@ -95,7 +96,7 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     tracker.track_external(lm)
     with warnings.catch_warnings(action="ignore"), tracker:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], 1.0, entropies)
+        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], Head(), entropies)
         logp.sum().backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the one device
     found["activations"] = peak["Total"] - 2 * found["parameters"]
@@ -179,7 +180,8 @@ def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
     sys.argv = [file, *words]
     args = parse(importlib.import_module(MODULES[Path(file).stem]).Args)
     found = estimate(args, gpus, gpu)
-    verdict = "fits" if found["peak"] <= 0.94 * gpu - 1 else "does not fit"
+    room = 0.94 * gpu - 1
+    verdict = "fits" if found["peak"] <= room else "does not fit"
     lines = [f"peak {found['peak']:.1f} GB per GPU, while {found['phase']}: {verdict} {gpu:g} GB"]
     lines += ["    " + ", ".join(f"{name} {found[name]:.1f}" for name in PARTS)]
     lines += [f"room for {found['responses']:.0f} responses of full length per GPU"]
@@ -189,6 +191,9 @@ def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
         if better["peak"] < found["peak"]:
             shown = f"--{name}" if value is True else f"--{name} {value}"
             lines.append(f"    peak {better['peak']:.1f} with {shown}")
+    larger = replace(args, micro_tokens=16384)
+    if args.micro_tokens < 16384 and estimate(larger, gpus, gpu)["peak"] <= room:
+        lines.append("    --micro_tokens 16384 fits, too: 9% faster updates on an H100 than 8192")
     return lines
 
 

@@ -46,7 +46,7 @@ from typing import Literal
 
 from common.launch import launch
 from common.logprobs import Policy
-from common.rollout import ROUTERS, float8
+from common.rollout import LAYER, ROUTERS, float8
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -71,7 +71,7 @@ class EightBits:
     def __init__(self, policy: Policy):
         self.parts = []
         for name, parameter in policy.lm.named_parameters():
-            if ".layers." not in name or parameter.dim() < 2 or name.endswith(ROUTERS):
+            if not LAYER.search(name) or parameter.dim() < 2 or name.endswith(ROUTERS):
                 continue
             weight = parameter.detach()
             self.parts.append(weight.to_local() if isinstance(weight, DTensor) else weight)

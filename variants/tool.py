@@ -116,7 +116,8 @@ class Turns:
         self.device = world.device
         self.eos = eos
         self.turn_ends = {*eos, *ends}
-        self.answers = {tuple(problem.prompt_ids): problem.answer for problem in task.held_out}
+        # By the list itself: two held-out problems may have equal prompts.
+        self.answers = {id(problem.prompt_ids): problem.answer for problem in task.held_out}
         # An engine reads where to stop when it is made. A saved model must not stop there.
         lm.generation_config.eos_token_id = sorted(self.turn_ends)
         self.engine = make_engine(args, lm, world)
@@ -140,7 +141,7 @@ class Turns:
 
         Further columns: `calls [N]`, and `failed [N]`, whether one of them failed.
         """
-        answers = answers or [self.answers[tuple(prompt)] for prompt in prompts]
+        answers = answers or [self.answers[id(prompt)] for prompt in prompts]
         rows = []
         for prompt, answer in zip(prompts, answers):
             rows += [Response(prompt, answer) for _ in range(n)]

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from common.data import load_task
 from common.launch import launch
 from common.reward import Verifier
 from tools import evaluate
@@ -61,6 +63,17 @@ def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
     assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
     assert "7 is no text" in found[1][1] and "out of time" in found[3][1]
     assert not any(found[i][1] for i in (0, 2, 4))
+
+
+def test_held_out_problems_with_equal_prompts_keep_their_answers(tiny, world):
+    args = tool.Args(rollout="hf", dtype="float32", eval_problems=2)
+    task = load_task(args, tiny[1])
+    first, second = task.held_out
+    task.held_out[1] = replace(second, prompt_ids=list(first.prompt_ids))
+    asked = []
+    task.reply = lambda texts, answers: asked.extend(answers) or [(None, "") for _ in texts]
+    tool.Turns(args, tiny[0], task, world).generate([p.prompt_ids for p in task.held_out], 1, 64, 0)
+    assert first.answer != second.answer and asked == [first.answer, second.answer]
 
 
 @pytest.mark.slow

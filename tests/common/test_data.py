@@ -5,8 +5,9 @@ import random
 
 import datasets
 import pytest
-from common.cli import BadInput
-from common.data import HUB, rows_of
+from common.batch import Rollout
+from common.cli import BadInput, RunStopped
+from common.data import HUB, rows_of, texts_of
 from common.metrics import evaluate
 from common.model import load_model
 from common.rollout import HFEngine
@@ -186,7 +187,7 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
 
 def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     """A prompt may have --max_prompt_tokens, but no more than the model's positions less
-    --max_new_tokens."""
+    --max_new_tokens; and only tokens that the model has an embedding for."""
     tokenizer = Letters()
     tokenizer.model_max_length = 100
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
@@ -194,6 +195,9 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     assert len(load(path, tokenizer, max_new_tokens=71, **plain).train(0).prompt_ids) == 29
     with pytest.raises(BadInput, match="no prompt fits into .*--max_new_tokens"):
         load(path, tokenizer, max_new_tokens=72, **plain)
+    tokenizer.embeddings, tokenizer.decode = ord("w"), chr
+    with pytest.raises(BadInput, match="no embedding for 'w' in a prompt"):
+        load(path, tokenizer, **plain)
 
 
 class Chat(Letters):
@@ -226,6 +230,8 @@ def test_options_of_the_chat_template(tmp_path, mine):
             assert text_of(problem).endswith(
                 "<assistant>{'enable_thinking': False, 'style': 'brief'}"
             )
+        with pytest.raises(BadInput, match="--chat enable_thinkng: .* never reads it"):
+            load(file, Chat(), chat=("enable_thinkng=false",))
 
 
 def test_texts_and_numbers_arrive_as_they_are(tmp_path):
@@ -240,6 +246,23 @@ def test_texts_and_numbers_arrive_as_they_are(tmp_path):
     assert {p.prompt for p in problems} == {f"a\u2028{i}" for i in range(7)}
     plain = {"27", "1234567", "3.14159265", str(10**20), "007", "0.00001", "True"}
     assert {p.answer for p in problems} == plain
+
+
+READ = [  # prompt, response, the response as a verifier reads it
+    ("2+2?", "<think>5?</think>It is 4.<end><eos>", "<think>5?</think>It is 4."),
+    ("2+2?<think>\n", "5? Wait", "<think>5? Wait"),  # the template opens the thought
+    ("2+2?<think>\n\n</think>\n\n", "4", "4"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "response", "text"), READ)
+def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, text):
+    """Also where the tags are special tokens, or the prompt has the first one."""
+    _, tokenizer = load_model(str(words))
+    tokenizer.add_tokens(["<think>", "</think>", "<end>"], special_tokens=True)
+    asked, said = tokenizer([prompt, response])["input_ids"]
+    how = {"logps": [[0.0] * len(said)], "eos": [1], "device": "cpu"}
+    assert texts_of(Rollout.pack(prompts=[asked], tokens=[said], **how), tokenizer) == [text]
 
 
 USER = {"role": "user", "content": "2+2?"}
@@ -276,6 +299,7 @@ MALFORMED = [  # the third row, and what is said of it
     (of(float("nan")), f"{EITHER} nan"),
     ('{"prompt": "x", "answer": 1e999}', f"{EITHER} inf"),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
+    ({"prompt": "half an emoji: \ud83d", "answer": 1}, "surrogates not allowed"),
     ({"prompt": 7, "answer": 1}, TURNS),
     (asked(), QUESTION),
     (asked("2+2?"), TURNS),
@@ -380,19 +404,25 @@ def test_a_custom_task(mine):
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
 
 
-def test_an_error_in_a_custom_task_keeps_its_traceback(mine):
-    """It names the file and the line."""
-    mine.write_text(MINE.replace("i % 7}", "i % 0}"))
-    with pytest.raises(ZeroDivisionError) as error:
-        load(str(mine))
-    assert error.traceback[-1].path == mine
+def test_problems_by_chance_are_found(mine):
+    """A resumed run, and the process that scores, have others."""
+    mine.write_text(MINE.replace('"8+1="', "str(__import__('random').random())"))
+    task, resumed = load(str(mine)), load(str(mine))
+    assert task.fingerprint != resumed.fingerprint
+    with pytest.raises(RunStopped, match="other problems than in the trainer"):
+        task.verifier(["9"], ["9"])
 
 
 PAIRS = "held_out = [('8+1=', '9')]\n"
 UNUSABLE = {  # a task file: what is said
     "held_out = []\ntrain = lambda i: ('1+1=', '2')": "no held-out problems",
     "train = lambda i: ('1+1=', '2')": "needs train.* no attribute 'held_out'",
-    "train = 1\nheld_out = 1": "needs train.i. and a list held_out .*not iterable",
+    "train = 1\nheld_out = 1": "needs train.i. .*and a list held_out .*not callable",
+    "train = lambda i: 1\nheld_out = iter([1])": "a list held_out .*not subscriptable",
+    PAIRS + "train = lambda i: ('1+1=', 7 / i)": "needs .*mine.py:2: ZeroDivisionError",
+    PAIRS + "train = lambda i: [('1+1=', '2')][i]": "needs .*mine.py:2: IndexError",
+    PAIRS + "train = lambda i: {'prompt': '1+1=', 'answer': 2}": "train.0. gives no .*a dict",
+    PAIRS + "train = lambda i: '12'": "train.0. gives no .*a str",
     PAIRS + "train = lambda i: None": "train.0. gives no .prompt, answer.",
     PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
     PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",

@@ -12,24 +12,28 @@ from common.checkpoint import save_model
 from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
-from common.logprobs import Policy, TokenLogprobs, entropies
-from common.model import EMBEDDED, config_of, load_model
+from common.logprobs import Policy, TokenLogprobs, entropies, response_logprobs
+from common.model import EMBEDDED, Head, config_of, load_model
+from common.rollout import HFEngine
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.helpers import SMALL, run_here
 
 
-@pytest.mark.parametrize(("shape", "temperature"), [((40,), 1.0), ((40,), 0.7), ((40, 5), 0.7)])
-def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, temperature):
+HEADS = [((40,), Head()), ((40,), Head(0.7)), ((40, 5), Head(0.7)), ((40, 5), Head(0.7, cap=2.0))]
+
+
+@pytest.mark.parametrize(("shape", "head"), HEADS)
+def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
     """Value, entropy and both gradients, over several blocks with a ragged last one; of one token
-    at each place, or of five, of which one stands there twice."""
+    at each place, or of five, of which one stands there twice; with a soft cap."""
     monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
@@ -38,9 +42,11 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, temperature)
         targets[:, 3] = targets[:, 0]
     upstream = torch.randn(shape, generator=generator)
 
-    logp, entropy = TokenLogprobs.apply(hidden, weight, targets, temperature, entropies)
+    logp, entropy = TokenLogprobs.apply(hidden, weight, targets, head, entropies)
     gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
-    full = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    logits = hidden @ weight.T
+    logits = head.cap * torch.tanh(logits / head.cap) if head.cap else logits
+    full = torch.log_softmax(logits / head.temperature, dim=-1)
     plain = full.gather(1, targets.view(40, -1)).view(shape)
     expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
 
@@ -59,8 +65,8 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     )
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     targets = torch.randint(50, (400,), generator=generator)
-    TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
-    TokenLogprobs.apply(exact_hidden, exact_weight, targets, 1.0, None)[0].sum().backward()
+    TokenLogprobs.apply(hidden, weight, targets, Head(), None)[0].sum().backward()
+    TokenLogprobs.apply(exact_hidden, exact_weight, targets, Head(), None)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - theirs).norm() / theirs.norm() < 4e-3
@@ -89,7 +95,7 @@ def test_log_probs_never_hold_the_logits_of_all_tokens(others):
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
         targets = torch.zeros(TOKENS, 1 + others, dtype=torch.long)
     with Largest() as largest:
-        TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
+        TokenLogprobs.apply(hidden, weight, targets, Head(), None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V
 
 
@@ -126,6 +132,51 @@ def test_sharding_and_recomputing_change_nothing_and_casting_little(world, tiny)
             else:
                 assert 0 < (logp - exact_logp).abs().mean() < 0.02
                 assert torch.cosine_similarity(gradient, exact, dim=0) > 0.995
+
+
+SHAPE = {"vocab_size": 18, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.3}
+WIDE = SHAPE | {"num_key_value_heads": 1, "intermediate_size": 48}
+FAMILIES = {
+    "granite": WIDE | {"logits_scaling": 8.0},
+    "cohere": WIDE | {"logit_scale": 0.0625},
+    "gemma2": WIDE | {"head_dim": 16, "final_logit_softcapping": 3.0},
+    "qwen2": WIDE | {"tie_word_embeddings": True},
+    "llama": WIDE,
+    # Layers by other names, and dropout
+    "gpt2": SHAPE,
+    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5},
+    "falcon": SHAPE | {"hidden_dropout": 0.5},
+}
+
+
+def untrained(family: str, folder: Path, **shape: object) -> None:
+    """The folder with another model."""
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    lm.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_models_own(folder, world, family):
+    """The sampler's, and the trainer's, sharded and with layers that are computed again. What is
+    saved is the model, tied or not."""
+    untrained(family, folder, **FAMILIES[family])
+    lm, tokenizer = load_model(str(folder))
+    rollout = HFEngine(lm, world, 0, "float32", 64).generate([[3, 4, 5], [6, 7, 8]], 4, 12, 0.7)
+    full = (lm(rollout.sequences).logits[:, 2:-1] / 0.7).log_softmax(-1)  # [N, T, V]
+    expected = full.gather(-1, rollout.tokens[..., None])[..., 0] * rollout.mask  # [N, T]
+    args = grpo.Args(dtype="float32", gradient_checkpointing=True)
+    policy = shard(Policy(lm), args, world, offload=True)
+    logp, _ = response_logprobs(policy, rollout, 0.7)
+    assert torch.allclose(logp, expected, atol=1e-6)
+    assert torch.allclose(rollout.rollout_logp, expected, atol=1e-5)
+    save_model(policy, tokenizer, folder / "saved", world)
+    saved = load_file(folder / "saved/model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], before[name]) for name in saved)
 
 
 # Folders
@@ -175,6 +226,7 @@ DAMAGES = [  # entries of config.json, or a function; what is said
     (reward_model, "first: score.weight"),
     (cut_weights, "incomplete metadata"),
     (image_model, "Gemma3ForConditionalGeneration is more than a text model"),
+    (lambda folder: untrained("hyperclovax", folder, **WIDE, logits_scaling=2.0), "other logits"),
     (rope("dynamic"), "RoPE type dynamic"),
     (rope("longrope"), "RoPE type longrope"),
 ]
@@ -205,16 +257,15 @@ def test_a_head_of_its_own_and_left_over_weights_load(folder):
 
 
 @pytest.mark.parametrize("theirs", ["eager", "evil/kernel"])
-def test_a_folder_chooses_neither_attention_nor_dropout_nor_length(folder, theirs):
-    """A kernel of the hub's would be code that is run; with dropout sampler and trainer would
-    differ; the tokenizer's length is often another model's."""
-    changed(folder / "config.json", _attn_implementation=theirs, attention_dropout=0.3)
+def test_a_folder_chooses_neither_attention_nor_length(folder, theirs):
+    """A kernel of the hub's would be code that is run; the tokenizer's length is often another
+    model's."""
+    changed(folder / "config.json", _attn_implementation=theirs)
     changed(folder / "tokenizer_config.json", model_max_length=100)
     lm, tokenizer = load_model(str(folder))
     other = AutoModelForCausalLM.from_config(config_of(str(folder)))  # as other ranks make it
     for model in (lm, other):
         assert {part.config._attn_implementation for part in (model, model.model)} == {"sdpa"}
-    assert all(getattr(module, "attention_dropout", 0.0) == 0.0 for module in lm.modules())
     assert tokenizer.model_max_length == 256
 
 
@@ -254,6 +305,15 @@ def test_a_run_that_cannot_save_its_model_says_so_before_it_begins(tmp_path, mon
     said = capsys.readouterr().err
     assert "--save_hf: tiny cannot be saved (no such vocabulary)" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("end", "eos"), [("<pad>\n", [1, 0]), ("<eos>", [1]), ("\n\n", [1])])
+def test_the_chat_templates_end_of_a_turn_ends_a_response(words, tmp_path, capsys, end, eos):
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    template = "{% for m in messages %}" + "{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    assert load_model(str(folder))[0].generation_config.eos_token_id == eos
+    assert ("also ends at <pad>" in capsys.readouterr().out) == (len(eos) > 1)
 
 
 @pytest.mark.parametrize("added", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])

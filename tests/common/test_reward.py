@@ -39,6 +39,7 @@ def test_hostile_answers_cost_little_and_earn_nothing():
         given += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
     assert verifier(given, ["7"] * len(given)) == scores and verifier.killed >= 1
+    assert verifier.final_answers(given[-2:]) == ['8"] ["7", "7"]', "7"]
     # The bound on each, and as much again for starting a worker on a busy machine
     assert time.perf_counter() - start < len(HOSTILE) * 10
 
@@ -117,7 +118,9 @@ def test_a_reward_that_fails_costs_one_answer_at_most(how, verifier, capfd):
 
 def test_one_file_may_hold_several_tasks(tmp_path):
     """Each an object with a `reward`; one that is no function fails on every answer."""
-    text = "class A:\n    reward = staticmethod(lambda *both: 0.5)\nclass B: reward = 1\n"
+    text = "from multiprocessing import Pool\ndef half(x): return x / 2\n"  # found by pickle
+    text += "class A:\n    reward = staticmethod(lambda *both: Pool(1).map(half, [1])[0])\n"
+    text += "class B: reward = 1\n"
     for name, score, failed in ((":A", 0.5, 0), (":B", 0.0, 1)):
         verifier = verifier_of(tmp_path, text, name)
         assert verifier(["a"], ["b"]) == [score] and verifier.killed == failed

@@ -11,7 +11,7 @@ import pytest
 import torch
 from common.distributed import World
 from common.logprobs import Policy
-from common.model import add_product, head_logits
+from common.model import add_product, head_product
 from common.vllm import VLLMEngine, checkpoint_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -87,10 +87,10 @@ def test_the_heads_products_are_float32(monkeypatch):
     left, right = torch.ones(4, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     there = {"is_cuda": True, "dtype": torch.bfloat16, "shape": torch.Size([4, 1, 2])}
     there = SimpleNamespace(flatten=lambda start, end: left, **there)
-    assert head_logits(there, right.T).shape == (4, 1, 2)
+    assert head_product(there, right.T).shape == (4, 1, 2)
     add_product(torch.ones(4, 3), there, right)
     assert asked == [torch.float32] * 2
-    assert head_logits(left, right.T).dtype == torch.float32  # on a CPU
+    assert head_product(left, right.T).dtype == torch.float32  # on a CPU
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""The first hour on a GPU: `python -m tests.gpu.check [NAME ...]` (all of it: some 15 minutes).
+"""The first hour on a GPU: `python -m tests.gpu.check [--compile] [NAME ...]` (all of it: some 15
+minutes without `--compile`, which compiles layers and head).
 
 Each check prints a line: ok, wrong or skipped, and what was measured. Details of what is wrong go
 to stderr. Without a GPU the same checks run on the CPU. That tests this file and no kernel.
@@ -38,6 +39,7 @@ RUNS = {
 for name in NINE:
     acts = " ".join(map(str, MORE.get(name, [])))
     RUNS[name] = f"{name} {SHORT} --rollout hf {acts}"
+COMPILE = ["--compile", "on"] if "--compile" in sys.argv else []
 # The first loss asks for a petabyte.
 TOO_LARGE = """
 import common, grpo, torch
@@ -72,7 +74,7 @@ def compare_gradients() -> None:
     exact = gradient(Policy(copy.deepcopy(lm)), batch, ALONE)
     mine = batch.to(world.device).rows(slice(world.rank, None, world.size))
     for dtype in ("float32", "bfloat16"):
-        args = grpo.Args(dtype=dtype, shard_ranks=world.size)
+        args = grpo.Args(dtype=dtype, shard_ranks=world.size, compile="on" if COMPILE else "off")
         found = gradient(shard(Policy(copy.deepcopy(lm)), args, world), mine, world)
         if world.rank == 0:
             print(f"GRADIENT {dtype} {(found - exact).norm() / exact.norm():.1e}")
@@ -81,7 +83,8 @@ def compare_gradients() -> None:
 
 def gradients(run: Path) -> str:
     """Kernels, FSDP in bfloat16, and NCCL where there are several GPUs."""
-    said = program(*TORCHRUN, "-m", "tests.gpu.check", "--compare-gradients").splitlines()
+    words = [*TORCHRUN, "-m", "tests.gpu.check", "--compare-gradients", *COMPILE[:1]]
+    said = program(*words).splitlines()
     found = dict(line.split()[1:] for line in said if line.startswith("GRADIENT"))
     told = f"{RANKS} rank(s), relative difference from one CPU: {found}"
     assert float(found["float32"]) < 1e-4 and float(found["bfloat16"]) < 0.15, told
@@ -91,6 +94,7 @@ def gradients(run: Path) -> str:
 def resume(run: Path) -> str:
     """Four steps, then four more from the checkpoint; several GPUs share the model."""
     words = f"grpo.py --rollout hf --shard_ranks {RANKS} --dtype bfloat16 --save_every 2".split()
+    words += COMPILE
     program(*TORCHRUN, *words, "--run_dir", run, "--steps", 4)
     program(*TORCHRUN, *words, "--run_dir", run, "--steps", 8, "--resume")
     steps = [line["step"] for line in metrics(run)]
@@ -109,7 +113,7 @@ def trained(run: Path, words: str) -> str:
     """A run, which stops by itself where sampler and trainer disagree; 25 steps must learn."""
     name, *flags = words.split()
     file = [f"{name}.py"] if GPUS else ["-m", "tests.engines.cpu_vllm", name]
-    program(*file, *flags, "--run_dir", run)
+    program(*file, *flags, *COMPILE, "--run_dir", run)
     first, *lines = metrics(run)
     before, after = first["greedy"], lines[-1]["greedy"]
     gap = max(line["sampler_gap"] for line in lines)
@@ -143,7 +147,7 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--compare-gradients"]:
+    if "--compare-gradients" in sys.argv:
         compare_gradients()
     else:
-        sys.exit(min(1, main(sys.argv[1:])))
+        sys.exit(min(1, main([name for name in sys.argv[1:] if name != "--compile"])))

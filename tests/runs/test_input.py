@@ -1,5 +1,7 @@
 """Bad input, in flags, files and environment: one line, exit code 2, and nothing written."""
 
+import io
+import sys
 from pathlib import Path
 
 import grpo
@@ -67,11 +69,31 @@ def test_bad_input_is_one_line(algorithm, flags, message, files, tmp_path, monke
     assert not list(tmp_path.iterdir()) and sorted(files.rglob("*")) == before
 
 
-def test_ranks_without_torchrun(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+ENVIRONMENTS = [
+    ({"WORLD_SIZE": "2"}, "no MASTER_PORT: start several ranks with torchrun"),
+    ({"WORLD_SIZE": "2", "MASTER_PORT": ""}, "no MASTER_PORT"),
+    ({"GLOO_SOCKET_IFNAME": "eth9"}, "cannot join the others"),
+]
+
+
+@pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
+def test_ranks_that_cannot_meet(environment, message, tmp_path, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     assert run_here(grpo.main, *SMALL, "--run_dir", tmp_path / "run") == 2
-    assert "no MASTER_PORT: start several ranks with torchrun" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
+    """An ASCII terminal shows the letters of --help that it has not as codes."""
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert run_here(grpo.main, "--help") == 0
+    screen.flush()
+    shown = screen.buffer.getvalue()
+    assert shown.startswith(b"SLURM_NTASKS is not 1") and b"\\u03c0" in shown  # π
 
 
 @pytest.mark.slow

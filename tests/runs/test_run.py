@@ -1,9 +1,7 @@
-"""Whole runs: what they say, other families of models."""
+"""Whole runs: what they say, and what changes nothing."""
 
 import grpo
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from tests.helpers import SMALL, metrics, run_here
 
@@ -37,35 +35,3 @@ def test_evaluation_and_samples_change_nothing(words, tmp_path, finished):
         line.pop("greedy", None), line.pop("sampled", None)
     assert runs[0] == runs[1]
     assert (tmp_path / "run/samples.jsonl").exists() == ("sample_every 1" in words)
-
-
-FAMILIES = {
-    "Qwen2.5": (Qwen2Config, {"tie_word_embeddings": True}),
-    "Llama": (LlamaConfig, {"tie_word_embeddings": False}),
-}
-
-
-@slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
-    """An untrained model of each: one step, the sampler agrees, the saved model is the trained one,
-    tied or not."""
-    kind, more = FAMILIES[family]
-    shape = {"vocab_size": 18, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(kind(pad_token_id=0, eos_token_id=1, **shape, **more))
-    lm.save_pretrained(tmp_path / "model")
-    tiny[1].save_pretrained(tmp_path / "model")
-    flags = [*SMALL, "--model", tmp_path / "model", "--steps", 1, "--lr", 0.01, "--warmup", 1]
-    flags += ["--save_hf", "--gradient_checkpointing", "--run_dir", tmp_path / "run"]
-    # An untrained model is never right: reward odd lengths instead
-    odd = lambda completion, answer: float(len(completion) % 2)  # noqa: E731
-    monkeypatch.setattr("common.tiny.arithmetic.arithmetic_reward", odd)
-    assert run_here(grpo.main, *flags) == 0
-    line = metrics(tmp_path / "run")[-1]
-    assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0
-    before = lm.state_dict()
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
-    assert before.keys() == after.keys()
-    assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) // 2
