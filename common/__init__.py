@@ -7,7 +7,8 @@ modules are for afterwards. In the order in which a step of grpo.py calls them:
     rollout       sampling: prompts in, responses and their log-probabilities out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     reward        the verifiers, in bounded processes
-    answers       what a response's final answer is, and whether it equals the reference
+    answers       what a response's final answer is, and in which spelling
+    equality      whether it equals the reference
     data          tasks: where prompts and reference answers come from (hub.json lists sets)
 The others need not be read to understand an algorithm:
     cli, launch     flags, errors of one line; from the command line to `main`

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.answers import final_answer, last_box
+from common.answers import last_box
 from common.batch import Rollout
 from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
@@ -230,7 +230,7 @@ class Task:
     verifier: Score
     fingerprint: str = ""  # of what was read: a resumed run must see the same problems
     held_out_verifier: Score | None = None  # where it is not `verifier`
-    final: Callable[[str], str] = final_answer  # a response's answer, without its working
+    final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
     reply: Tool | None = None  # of variants/tool.py
     reply_error: str = ""  # what the policy reads instead, where a call fails
@@ -241,7 +241,7 @@ class Task:
         writes the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = texts_of(rollout, self.tokenizer)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        answers = [self.final(text) for text in texts]
+        answers = self.final(texts)
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
         on = rollout.mask.device
@@ -313,7 +313,7 @@ def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
 
     rows = list(answers.items())
     task = tokenised(train, rows, verifier, args, tokenizer, instruction=None)
-    task.final = arithmetic.final_number
+    task.final = lambda texts: list(map(arithmetic.final_number, texts))
     task.reply = lambda texts, answers: [(arithmetic.calculator(text), "") for text in texts]
     return task
 
@@ -432,7 +432,8 @@ def tokenised(
     held_out = list(islice(filter(None, problems), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if held_out_rows else f"--task {args.task}: no held-out problems")
-    return Task(args.task, train, held_out, verifier, tokenizer=tokenizer)
+    final = getattr(verifier, "final_answers", None)
+    return Task(args.task, train, held_out, verifier, final=final, tokenizer=tokenizer)
 
 
 def as_problem(

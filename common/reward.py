@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from common.answers import final_answer, marked, written
 from common.cli import BadInput, RunStopped, blame, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
@@ -35,9 +36,11 @@ START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but
 
 def reward(completion: str, reference: str) -> float:
     """1.0 where the completion's final answer equals the reference, else 0."""
-    from common.answers import correct  # slow to import; workers of a task file do not need it
+    from common.equality import equal  # slow to import; workers of a task file do not need it
 
-    return float(correct(completion, reference))
+    answer = final_answer(completion)
+    gold = marked(reference)  # it may be marked like an answer
+    return float(bool(answer) and equal(written(reference if gold is None else gold), answer))
 
 
 def source_of(spec: str) -> str:
@@ -110,6 +113,7 @@ class Verifier:
         self.killed = 0
         self.failure = ""
         self.works = False
+        self.answers = {}  # completions of the last call -> their final answers
         # Workers that start later get the same text, even if the file is edited during the run.
         self.source = source_of(spec) if spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -122,17 +126,22 @@ class Verifier:
         """A score for each completion, given its reference."""
         return [score for score, _ in self.ask(completions, references)]
 
+    def final_answers(self, completions: list[str]) -> list[str]:
+        """The final answers of completions of the last call, which came with their scores."""
+        return [self.answers[completion] for completion in completions]
+
     def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
         """The scores, or what `reply` returned, each with "" or a description of what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
-        failures = [failure for _, failure in verdicts if failure]
+        failures = [failure for _, failure, _ in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
             cost = ": 0 points" if self.function == "reward" else ""
             say(f"\n{self.spec}: {self.function} fails ({self.failure}){cost}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
-        return verdicts
+        self.answers = {text: answer for text, (_, _, answer) in zip(completions, verdicts)}
+        return [(score, failure) for score, failure, _ in verdicts]
 
     def take_killed(self) -> int:
         """How many answers failed since the last call."""
@@ -140,8 +149,8 @@ class Verifier:
         self.killed = 0
         return killed
 
-    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str]:
-        """The score of one completion, and "" or a description of what failed."""
+    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str, str]:
+        """The score of one completion, "" or a description of what failed, its final answer."""
         worker = getattr(self.own, "worker", None)
         if worker is None or worker.process.poll() is not None:
             source = [self.source, self.problems]
@@ -150,17 +159,17 @@ class Verifier:
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
-        # The errors of a line that is not [number, score, failure]
+        # The errors of a line that is not [number, score, failure, answer]
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            answered, score, failure = json.loads(line)
+            answered, score, failure, answer = json.loads(line)
             if answered == number:
-                return score, failure
+                return score, failure, answer
         # No line, or one that is no verdict on this answer. Later lines of this worker could also
         # be about another answer, so it ends here; the next answer gets a new one.
         code = worker.end()
         if line:
-            return 0.0, "something else wrote into the worker's channel"
-        return 0.0, f"out of time or memory? exit code {code}"
+            return 0.0, "something else wrote into the worker's channel", ""
+        return 0.0, f"out of time or memory? exit code {code}", ""
 
 
 class Worker:
@@ -212,8 +221,8 @@ class Worker:
 
 
 def work(spec: str, seconds: str, memory: str, name: str) -> None:
-    """The worker: answers each line [number, completion, reference] with [number, score, failure],
-    until the channel, which is its stdin, closes."""
+    """The worker: answers each line [number, completion, reference] with [number, score, failure,
+    final answer], until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
     verdicts = os.fdopen(os.dup(0), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
@@ -235,8 +244,9 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
         # When the alarm rings the kernel ends this process, even if the trainer is gone.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         number, completion, reference = json.loads(line)
-        points, failure = 0.0, ""
+        points, failure, answer = 0.0, "", ""
         try:
+            answer = final_answer(completion)
             given = score(completion, reference)
             if name == "reply":
                 if not isinstance(given, str | None):
@@ -253,7 +263,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(BrokenPipeError):  # the trainer was killed meanwhile
-            print(json.dumps([number, points, failure]), file=verdicts, flush=True)
+            print(json.dumps([number, points, failure, answer]), file=verdicts, flush=True)
     os.killpg(0, signal.SIGKILL)  # the run is over: ends what rewards have left behind
 
 

@@ -32,8 +32,8 @@ from common.samples import Samples, before_and_after
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
     """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
-    sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance compile
-    gradient_checkpointing offload offload_reference vllm_memory vllm_sleep""".split()
+    sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
+    gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
 # Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}

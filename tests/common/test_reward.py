@@ -39,6 +39,7 @@ def test_hostile_answers_cost_little_and_earn_nothing():
         given += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
     assert verifier(given, ["7"] * len(given)) == scores and verifier.killed >= 1
+    assert verifier.final_answers(given[-2:]) == ['8"] ["7", "7"]', "7"]
     # The bound on each, and as much again for starting a worker on a busy machine
     assert time.perf_counter() - start < len(HOSTILE) * 10
 

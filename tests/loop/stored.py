@@ -344,7 +344,7 @@ def task(judge: Callable) -> Task:
         lambda index: problem(TRAIN[index % len(TRAIN)], index),
         [problem(prompt) for prompt in HELD_OUT],
         verifier,
-        final=lambda text: text.split("#")[-1],
+        final=lambda texts: [text.split("#")[-1] for text in texts],
         tokenizer=loaded("tiny")[1],
     )
 

@@ -70,7 +70,8 @@ def ours(given: argparse.Namespace) -> dict[str, float]:
         def verifier(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        return Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
+        rest = {"final": list, "tokenizer": tokenizer}
+        return Task("bench", lambda i: problems[i % P], [], verifier, **rest)
 
     def endless(args: object, lm: object, world: object) -> object:
         engine = make_engine(args, lm, world)
