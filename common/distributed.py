@@ -88,7 +88,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     holds embedding, last norm and head. `--shard_ranks` neighbouring ranks share one model; every
     such group holds a replica. Master weights, gradients and their sums are float32; with dtype
     bfloat16, forward and backward run on bfloat16 copies. With `offload` or `--offload`, shards,
-    gradients and the optimiser step are in CPU memory.
+    gradients and the optimiser step are in CPU memory. `--compile` compiles layers before that.
     A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
     same gradient, and cost 15% of a step at the embedded model's size.
     """
