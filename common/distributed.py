@@ -142,7 +142,7 @@ class Compiled:
 
     @cached_property
     def compiled(self) -> Callable:
-        # All layers of all models share the limit, by default 8. Policy and reference may need more:
+        # All layers of all models share the limit, 8 by default. Policy and reference need more:
         # a graph with gradient, one without, one for frozen weights, and each again for one row.
         return torch.compile(self.function, dynamic=self.dynamic, recompile_limit=64)
 
