@@ -139,8 +139,8 @@ class Flags:
     """Precision of forward and backward; the master weights are always float32 (auto: bfloat16 on
     GPUs, float32 on CPUs)."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile decoder layers and the head's softmax: an H100 then needs a third less time for an
-    update, and the first passes a minute more (auto: on GPUs, for dense models above 300M)."""
+    """Compile decoder layers and the head's softmax. On an H100, compiled layers took a third off
+    an update (auto: on GPUs, for dense models of more than 300M parameters)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     shard_ranks: Whole = 0

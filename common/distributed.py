@@ -88,7 +88,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     holds embedding, last norm and head. `--shard_ranks` neighbouring ranks share one model; every
     such group holds a replica. Master weights, gradients and their sums are float32; with dtype
     bfloat16, forward and backward run on bfloat16 copies. With `offload` or `--offload`, shards,
-    gradients and the optimiser step are in CPU memory.
+    gradients and the optimiser step are in CPU memory. `--compile` compiles layers before that.
     A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
     same gradient, and cost 15% of a step at the embedded model's size.
     """
@@ -128,9 +128,9 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
 
 
 class Compiled:
-    """A function that torch.compile compiles when it is first called, for inputs of any shape.
+    """A function that torch.compile compiles at its first call, for inputs of any shape.
 
-    Where that fails, one line says so, and no such function of this process is compiled any more.
+    Where that fails, one line says so, and this process compiles nothing any more.
     """
 
     failed = False
@@ -142,8 +142,8 @@ class Compiled:
 
     @cached_property
     def compiled(self) -> Callable:
-        # All layers of all models share the limit. By default it is 8, which policy and reference
-        # exceed: others with and without gradient, for frozen weights, for one row.
+        # All layers of all models share the limit, 8 by default. Policy and reference need more:
+        # a graph with gradient, one without, one for frozen weights, and each again for one row.
         return torch.compile(self.function, dynamic=self.dynamic, recompile_limit=64)
 
     def __call__(self, *inputs: object, **named: object) -> object:
@@ -152,7 +152,8 @@ class Compiled:
                 return self.compiled(*inputs, **named)
             except TorchDynamoException as error:
                 Compiled.failed = True
-                say(f"cannot compile, going on without: {in_one_line(error)}", file=sys.stderr)
+                why = in_one_line(error)
+                say(f"\n--compile: fails, going on without ({why})", file=sys.stderr)
         return self.function(*inputs, **named)
 
 

@@ -44,7 +44,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
-        self.compiled = False  # see `compile_layers`
+        self.compiled = False  # the head too; see `shard`
 
     def forward(
         self,

@@ -65,7 +65,7 @@ class Routing:
             # Not a hook: the context must be entered before the forward and left after it.
             router.forward = partial(self._choose, layer, router.forward)
 
-    @torch.compiler.disable  # else each layer would be compiled for itself: see --compile
+    @torch.compiler.disable  # what is recorded and replayed stays outside of compiled code
     def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:
         replayed = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
         with Selection(replayed) as selection:

@@ -10,10 +10,11 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from transformers import AutoModelForCausalLM
+from common.model import EMBEDDED
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gpu.check import program
-from tools.maintain.shapes import byte_tokenizer, config_of
+from tools.shapes import config_of
 
 OPTIONS = ["async_scheduling=true", "async_scheduling=false", "max_num_seqs=256"]
 OPTIONS += ["max_num_seqs=1024", "max_num_batched_tokens=16384", "enforce_eager=true"]
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         config = config_of("Qwen/Qwen3-1.7B-Base")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        byte_tokenizer(config.vocab_size).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(EMBEDDED["tiny"]).save_pretrained(folder)
         print("| option | tokens/s | sampler_gap |\n|---|---|---|")
         for option in OPTIONS:
             run = Path(folder, option)
