@@ -1,4 +1,4 @@
-"""Score centering: the part of the gradient that only moves the policy to or from the sampler goes.
+r"""Score centering: the part of the gradient that only moves the policy to or from the sampler goes.
 
 Marek and Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning", 2026, arXiv
 2609.20807.
@@ -41,8 +41,8 @@ Run it:
     torchrun -m variants.centred --weight tis               # with truncated importance sampling
     torchrun -m variants.centred --centre_top 0             # without centring: the ablation
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.centred --model Qwen/Qwen3-1.7B-Base \\
-        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.centred --model Qwen/Qwen3-1.7B-Base \
+        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192 --centre_top 128
 """
 

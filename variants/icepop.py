@@ -1,4 +1,4 @@
-"""IcePop and related corrections for the gap between sampler and trainer.
+r"""IcePop and related corrections for the gap between sampler and trainer.
 
 Ling team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model",
 2025, arXiv 2510.18855.
@@ -44,8 +44,8 @@ Run it:
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \\
-        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \
+        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
 """
 

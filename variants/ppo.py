@@ -1,4 +1,4 @@
-"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
+r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
@@ -39,9 +39,9 @@ Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
-    torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
-        --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \\
+    torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
+        --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \
         --clip_high 0.28 --max_new_tokens 8192 --gradient_checkpointing
 """
 
