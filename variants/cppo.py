@@ -16,7 +16,7 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
 DPPO lets every token move as far from μ. But all later tokens are sampled behind an early one: if
 π_θ would have gone elsewhere, the whole rest of the response is off-policy. The error of the
-objective is at most about Σ_t (T - t) D_t. So CPPO weights D by position, the first token most. It
+objective is bounded by a constant times Σ_t (T - t) D_t. So CPPO weights D by position, the first token most. It
 also gives a prefix a budget, b per token. Once a response has spent more, its next tokens may move
 less. Both bound only tokens that move away from μ. A token without a gradient spends, too.
 
@@ -65,7 +65,7 @@ class Args(Trunk):
     budget_low: NonNegative = 0.02
     """Smallest b, the budget of a token of the prefix (paper)."""
     budget_high: NonNegative = 0.04
-    """Largest b (paper; a later version of its code: 0.1)."""
+    """Largest b (paper, UniRL; a port that quotes the authors' code: 0.1)."""
     is_cap: Positive = 20.0
     """c: largest importance weight π_θ/μ (verl's default)."""
 
