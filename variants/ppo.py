@@ -369,7 +369,8 @@ if __name__ == "__main__":
 # 3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
 # 4. A response that the length limit cuts ends there like any other, with V = 0 after it.
 # 5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
-#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0
+#    (BPCO's code leaves it below, which concerns responses of two tokens).
 #
 # 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
 #    the policy's, its warm-up 20 steps; its λ is unknown to us. BPCO's rates are 1e-6 and 5e-6.
