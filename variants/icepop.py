@@ -17,15 +17,15 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
 The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
 precision, or other experts. PPO's ratio does not contain this gap, because both its policies are
 the trainer's. w is the gap, fixed before the first update. The correction multiplies PPO's term
-from outside: inside the clip, it would move tokens beyond the bound before anything was learned.
+from outside. Inside, a token with w = 1.5 would be clipped although the policy has not moved.
 
-IcePop drops a token whose w is far from 1: it takes a factor of two for an error, which a capped
-weight would still trust. The related corrections are, with W = Π_t w of a response:
+IcePop drops a token whose w is outside a band (here 0.5 to 5): it takes it for an error, which a
+capped weight would still trust. The related corrections are, with W = Π_t w of a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
     cis        min(w, 1 + (β-1) max(1 - π_old, 0.005))      calibrated, arXiv 2609.32444
     mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling
-    icepop     the same of w, by definition
+    icepop     mis of each token
     geometric  1 if α <= exp(mean_t log w) <= β, else 0     long responses leave any band for W
     opsm       0 if Â < 0 and mean_t log(μ/π_θ) > δ, else 1     DeepSeek-V3.2, arXiv 2512.02556
     none       1
@@ -43,6 +43,8 @@ Base file: minirl.py. Differs from it in:
    5), which corrects for both at once.
 2. The mean over a response's tokens by default. Removed: the ablation without μ (here `--correction
    none`) and routing replay.
+3. The sampler is an 8-bit copy, which makes a gap to correct. To repair a run of another file, add
+   `--rollout_dtype auto`.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download

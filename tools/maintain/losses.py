@@ -18,8 +18,10 @@ INTRODUCTION = """# Every loss on one page
 Each `policy_loss` as it stands in its file, under the weight that it gives to ∇ log π_θ(y_t). It
 returns a sum and the count that divides it. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ the
 sampler's probability, `mask` is 1 on response tokens. [common/batch.py](../common/batch.py) lists
-the columns of `batch`. The comments are in the files. A test holds this page to them, and
-[the checks](../checks/__init__.py) hold them to the papers' formulas and to other people's code.
+the columns of `batch`. Where a weight stands without the average over tokens and responses, the
+return line has it. Advantages, comments and the meaning of other symbols are in the files. A test
+holds this page to the files, and [the checks](../checks/__init__.py) hold the files to the papers'
+formulas and to other people's code.
 """
 # What keeps one step from moving the policy too far
 GROUPS = {
