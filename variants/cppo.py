@@ -1,4 +1,4 @@
-"""CPPO: Cumulative Prefix-divergence Policy Optimization.
+r"""CPPO: Cumulative Prefix-divergence Policy Optimization.
 
 Mao et al., "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2606.10968.
@@ -35,8 +35,8 @@ Run it:
     torchrun -m variants.cppo --weight_span limit           # as in verl's pull request
     torchrun -m variants.cppo --budget_low 1 --budget_high 1            # without the budget
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.cppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.cppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \
         --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 

@@ -46,7 +46,7 @@ Run it:
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
     torchrun -m variants.ppo --sparse_value --critic_lr 1.2e-3 --critic_warmup 20        # SP3O
     # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
-    torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \\
+    torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
         --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
