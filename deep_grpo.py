@@ -1,4 +1,4 @@
-"""DEEP-GRPO: branching where a failed response can still be saved.
+r"""DEEP-GRPO: branching where a failed response can still be saved.
 
 Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
 2026, arXiv 2602.14169.
@@ -38,12 +38,12 @@ Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0 # control: branches have only the KL term, β 1e-4
     # one H100 (80 GB)
-    torchrun deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task gsm8k --prompts_per_step 32 \\
-        --boundary . --minibatches 1 --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 \\
+    torchrun deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task gsm8k --prompts_per_step 32 \
+        --boundary . --minibatches 1 --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 \
         --save_every 10 --vllm_sleep --vllm_memory 0.55
     # the paper's batch and lengths, on all of MATH's training set; eight H100s
-    torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
-        --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \
+        --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \
         --micro_tokens 8192
 """
 

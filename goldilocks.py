@@ -1,4 +1,4 @@
-"""Goldilocks RL: a teacher that picks prompts which are neither too easy nor too hard.
+r"""Goldilocks RL: a teacher that picks prompts which are neither too easy nor too hard.
 
 Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse
 Rewards for Reasoning", 2026, arXiv 2602.14868.
@@ -36,12 +36,12 @@ Run it:
     torchrun goldilocks.py                                  # laptop, 2 to 4 minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
     # one H100 (80 GB)
-    torchrun goldilocks.py --model Qwen/Qwen2.5-0.5B --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --teacher_lr 1e-5 --micro_tokens 8192 --save_every 10 \\
+    torchrun goldilocks.py --model Qwen/Qwen2.5-0.5B --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --teacher_lr 1e-5 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # eight H100s
-    torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
-        --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \
+        --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \
         --micro_tokens 8192
 """
 

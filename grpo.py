@@ -1,4 +1,4 @@
-"""GRPO: Group Relative Policy Optimization.
+r"""GRPO: Group Relative Policy Optimization.
 
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
 2024, arXiv 2402.03300.
@@ -28,12 +28,12 @@ differs from the paper stands at the end of each file.
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
     # one H100 (80 GB), about a minute a step
-    torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \\
+    torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # eight H100s, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
-    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
+    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
+        --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
 """
 

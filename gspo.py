@@ -1,4 +1,4 @@
-"""GSPO: Group Sequence Policy Optimization.
+r"""GSPO: Group Sequence Policy Optimization.
 
 Zheng et al. (Qwen team), "Group Sequence Policy Optimization",
 2025, arXiv 2507.18071.
@@ -31,12 +31,12 @@ Differs from grpo.py in:
 Run it:
     torchrun gspo.py                                        # laptop, 2 to 4 minutes, no download
     # one H100 (80 GB)
-    torchrun gspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+    torchrun gspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # eight H100s
-    torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
 """
 

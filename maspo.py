@@ -1,4 +1,4 @@
-"""MASPO: Mass-Adaptive Soft Policy Optimization.
+r"""MASPO: Mass-Adaptive Soft Policy Optimization.
 
 Fu et al. (Meituan), "MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability
 for Robust and Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550.
@@ -29,12 +29,12 @@ Differs from grpo.py in:
 Run it:
     torchrun maspo.py                                       # laptop, 2 to 4 minutes, no download
     # one H100 (80 GB)
-    torchrun maspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+    torchrun maspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # the paper's model, data and batch (group and length are ours), on eight H100s
-    torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
-        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
+    torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \
         --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192
 """
 

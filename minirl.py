@@ -1,4 +1,4 @@
-"""MiniRL: the first-order view of policy gradients, with its two discrepancies made explicit.
+r"""MiniRL: the first-order view of policy gradients, with its two discrepancies made explicit.
 
 Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices",
 2025, arXiv 2512.01374.
@@ -40,13 +40,13 @@ Run it:
     torchrun minirl.py                                      # laptop, 2 to 4 minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
     # one H100 (80 GB); float8 needs it or a newer card
-    torchrun minirl.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+    torchrun minirl.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # 32 H100s, with experts
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \
+        minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \
+        --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \
         --max_new_tokens 8192 --routing_replay r3 --vllm_sleep --vllm_memory 0.75
 """
 

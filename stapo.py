@@ -1,4 +1,4 @@
-"""STAPO: Spurious-Token-Aware Policy Optimization.
+r"""STAPO: Spurious-Token-Aware Policy Optimization.
 
 Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare
 Spurious Tokens", 2026, arXiv 2602.15620.
@@ -40,12 +40,12 @@ Differs from grpo.py in:
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
     # one H100 (80 GB)
-    torchrun stapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+    torchrun stapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # the paper's batch and lengths, on eight H100s
-    torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \
         --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7
 """
 

@@ -1,4 +1,4 @@
-"""VCPO: Variance-Controlled Policy Optimization.
+r"""VCPO: Variance-Controlled Policy Optimization.
 
 Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
 ICML 2026 (PMLR v306), arXiv 2602.17616.
@@ -38,12 +38,12 @@ Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
     # one H100 (80 GB)
-    torchrun vcpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \\
-        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \\
+    torchrun vcpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
+        --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
     # the paper's batch, lag and lengths on MATH, on eight H100s
-    torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
-        --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
+    torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \
+        --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \
         --gradient_checkpointing
 """
 

@@ -17,17 +17,28 @@ def bounded(args: object, ratio: Tensor) -> Tensor:
     return 0 * ratio + 1
 
 
+def inside(args: object, pi: Tensor, mu: Tensor, A: Tensor) -> Tensor:
+    """DPPO's M: 0 where π is beyond δ of μ in the direction of A; 1 everywhere without δ."""
+    return (A.sign() * (pi - mu) <= (args.delta or torch.inf)).double()
+
+
 def coefficients(b: Batch) -> Tensor:
     """c `[n, T, K]`: on the K tokens μ w - α π, where α π is μ w in the tail."""
     p, q = b.top_logp.detach().exp(), b.sampler_top.exp()
     rho = (1 - q.sum(-1)).clip(1e-6) / (1 - p.sum(-1)).clip(1e-6)
     alpha = rho * bounded(b.args, rho.reciprocal())
-    return q * bounded(b.args, p / q) - alpha[..., None] * p
+    w = bounded(b.args, p / q) * inside(b.args, p, q, b.A[:, None, None])
+    return q * w - alpha[..., None] * p
+
+
+def sampled_weight(b: Batch) -> Tensor:
+    p, mu = b.logp.detach().exp(), b.mu.exp()
+    return bounded(b.args, p / mu) * inside(b.args, p, mu, b.A[:, None])
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
     """The sum over tokens of Â (w log π - Σ c log π), without a gradient through w and c."""
-    score = bounded(b.args, (b.logp.detach() - b.mu).exp()) * b.logp
+    score = sampled_weight(b) * b.logp
     if b.args.centre_top > 0:
         score = score - (coefficients(b) * b.top_logp).sum(-1)
     return (b.A[:, None] * score * b.mask).sum(1).mean(), len(b.mask)
@@ -38,7 +49,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     sum of |c|, tail what the sampler gives to other tokens than its K."""
     ratio = (b.logp.detach() - b.mu).exp()
     pairs = {
-        "weight": share(bounded(b.args, ratio), b.mask),
+        "weight": share(sampled_weight(b), b.mask),
         "weight_max": (ratio[b.mask > 0].max(), None),
     }
     if b.args.centre_top > 0:
@@ -49,6 +60,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
 
 BOUNDS = {"w_low": 0.8, "w_high": 1.2}
 CASES = [{}, {"centre_top": 0}, {"weight": "tis"} | BOUNDS, {"weight": "icepop"} | BOUNDS]
+CASES += [{"weight": "tis", "w_high": 20.0, "delta": 0.03}]
 WEIGHTS = CASES[:1] + CASES[2:]
 V = 8  # tokens of the enumerated place
 
@@ -80,11 +92,17 @@ def mean_gradient(
 
 
 def parts(logits: Tensor, mu: Tensor, A: Tensor, args: object) -> tuple[Tensor, Tensor]:
-    """Drift and covariance: E[A] E[s] and E[(A - E[A]) s] under μ, of the scores s = w ∇ log π."""
+    """Drift and covariance of A and the scores s = w ∇ log π under μ: E_y[A(y) E_v[s(v)]], and
+    E_y[A(y) (s(y) - E_v[s(v)])]. Without δ they are E[A] E[s] and E[(A - E[A]) s]. With it w(v)
+    depends on the sign of A(y)."""
     pi = logits.detach().softmax(0)
-    scores = bounded(args, pi / mu)[:, None] * (torch.eye(V, dtype=torch.float64) - pi)
-    mean = (mu * A).sum()
-    return mean * (mu @ scores), (mu * (A - mean)) @ scores
+    drift = covariance = 0.0
+    for y in range(V):
+        w = bounded(args, pi / mu) * inside(args, pi, mu, A[y])
+        scores = w[:, None] * (torch.eye(V, dtype=torch.float64) - pi)
+        drift = drift + mu[y] * A[y] * (mu @ scores)
+        covariance = covariance + mu[y] * A[y] * (scores[y] - mu @ scores)
+    return drift, covariance
 
 
 def check_drift_and_covariance(module: ModuleType) -> None:
@@ -100,6 +118,24 @@ def check_drift_and_covariance(module: ModuleType) -> None:
             near(ours, covariance, f"the mean gradient, centred{case}", 1e-10)
 
 
+def check_drift_of_the_mask(module: ModuleType) -> None:
+    """With w = π/μ inside DPPO's mask, no gradient in the mean is drift but that of the masked
+    tokens, and it moves each of them back to μ: this is what the centring removes."""
+    flags = {"weight": "tis", "w_high": 1e9, "delta": 0.03}
+    for seed, sign in ((0, 1.0), (1, -1.0), (2, 1.0)):
+        logits, mu, A = place(seed)
+        A = torch.full_like(A, sign)  # nothing to learn from: all is drift
+        pi = logits.detach().softmax(0)
+        cut = inside(no_kl(module, **flags), pi, mu, A) == 0
+        plain = mean_gradient(module, logits, mu, A, V, **flags | {"centre_top": 0})
+        scores = torch.eye(V, dtype=torch.float64) - pi
+        near(plain, -sign * (pi * cut) @ scores, f"the mask's drift, seed {seed}", 1e-10)
+        near(pi @ scores, 0 * pi, "the mean score of the policy", 1e-12)
+        moved = scores @ plain  # the change of log π of each token
+        assert 0 < cut.sum() < V and (moved * sign)[cut].sum() < 0, f"seed {seed}"
+        near(mean_gradient(module, logits, mu, A, V, **flags), 0 * pi, f"centred, {seed}", 1e-10)
+
+
 def check_tail(module: ModuleType) -> None:
     """With K = 3 of 8 tokens: exact where μ is ρ π in the tail, whatever ρ is. Else the drift is
     left that the tail's μ - ρ π makes."""
@@ -113,7 +149,7 @@ def check_tail(module: ModuleType) -> None:
         head = mu.topk(3).indices
         modelled[head] *= (1 - modelled[rest].sum()) / modelled[head].sum()
         assert set(modelled.topk(3).indices.tolist()) == set(head.tolist())
-        for flags in WEIGHTS:
+        for flags in WEIGHTS[:-1]:  # δ acts on no token of a tail
             _, covariance = parts(logits, modelled, A, no_kl(module, **flags))
             ours = mean_gradient(module, logits, modelled, A, 3, **flags)
             near(ours, covariance, f"the centred mean, tail {tail}, {flags}", 1e-10)
@@ -132,6 +168,7 @@ def check_published(module: ModuleType) -> None:
     for case, flags in numbers["flags"].items():
         top = torch.tensor(numbers["logp"], dtype=torch.float64)[None].requires_grad_()
         b = Batch(args=no_kl(module, **flags), top_logp=top, sampler_top=mu)
+        b.advantages = torch.ones(1, dtype=torch.float64)
         c = module.centring(b.args, b)
         near((c * top).sum(-1)[0], numbers["cases"][case]["term"], f"the term, {case}", 1e-6)
         near(c[0], numbers["cases"][case]["gradient"], f"its gradient, {case}", 1e-6)
@@ -139,6 +176,11 @@ def check_published(module: ModuleType) -> None:
 
 SHARED = CENTRED
 MUTANTS = {
+    "mask of the sampled token only": (
+        "weight = token_weight(args, batch.top_logp.detach(), batch.sampler_top, A)",
+        "weight = importance_weight(args, (batch.top_logp.detach() - batch.sampler_top).exp())",
+    ),
+    "mask in both directions": ("(A * moved > 0) & (moved", "(moved"),
     "sign": ("score = score - (c", "score = score + (c"),
     "gradient through c": (
         "pi, mu = batch.top_logp.detach().exp()",
@@ -148,7 +190,7 @@ MUTANTS = {
     "tail not weighted": ("rho * importance_weight(args, 1 / rho)", "rho"),
     "mean not weighted": ("mu * weight - alpha", "mu - alpha"),
     "ratio upside down": (
-        "(batch.top_logp.detach() - batch.sampler_top)",
-        "(batch.sampler_top - batch.top_logp.detach())",
+        "batch.top_logp.detach(), batch.sampler_top, A",
+        "batch.sampler_top, batch.top_logp.detach(), A",
     ),
 }

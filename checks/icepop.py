@@ -5,8 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, cut_shares, loss_and_gradient, near, no_kl, one, response_mean, share
-from . import surrogate
+from . import CENTRED, FIXTURE, Batch, cut_shares, loss_and_gradient, near, no_kl, one
+from . import response_mean, share, surrogate, toy_batch
 
 
 def correction(b: Batch) -> Tensor:
@@ -17,6 +17,9 @@ def correction(b: Batch) -> Tensor:
     w = (whole.expand_as(log_w) if args.correction_level == "sequence" else log_w).exp()
     if args.correction == "tis":  # truncated
         return w.clip(max=args.w_high)
+    if args.correction == "cis":  # truncated where log-odds moved by more than log β
+        sure = b.old.exp().clip(max=0.995)
+        return torch.minimum(w, sure + (1 - sure) * args.w_high)
     if args.correction in ("mis", "icepop"):  # masked
         return w * (w >= args.w_low) * (w <= args.w_high)
     if args.correction == "geometric":  # the mean over tokens decides
@@ -53,7 +56,7 @@ CASES = [{"correction": "none"}, {"correction": "icepop", "length_norm": False}]
 for name in ("tis", "mis"):
     CASES += [{"correction": name} | BOUNDS]
     CASES += [{"correction": name, "correction_level": "sequence"} | BOUNDS]
-for name in ("geometric", "opsm"):
+for name in ("geometric", "opsm", "cis"):
     CASES += [{"correction": name} | BOUNDS]
 
 
@@ -66,6 +69,19 @@ def check_extremes(module: ModuleType) -> None:
         args = no_kl(module, length_norm=False, **flags)
         _, gradient = loss_and_gradient(module, args, **batch, advantages=one(1.0)[0].float())
         near(-gradient, 0 * mask + expected, f"{name}: the weights of 900 tokens")
+
+
+def check_published_cis(module: ModuleType) -> None:
+    """cis has the value and the gradient of its authors' function (losses.json), whose mean is one
+    over all tokens."""
+    theirs, batch = FIXTURE["cis"], toy_batch()
+    batch["old_logp"][0, 0] = batch["logp"][0, 0] = -0.001  # a sure token
+    batch["rollout_logp"] = torch.tensor(theirs["rollout_logp"], dtype=torch.float64)
+    args = no_kl(module, correction="cis", w_high=3.3, clip_high=0.28, length_norm=False)
+    loss, gradient = loss_and_gradient(module, args, **batch)
+    scale = len(batch["mask"]) / batch["mask"].sum()
+    near(scale * loss, theirs["loss"], "the loss", 1e-9)
+    near(scale * gradient, theirs["grad"], "∂ loss / ∂ log π", 1e-9)
 
 
 SHARED = CENTRED

@@ -88,9 +88,9 @@ class Rollout:
         Without `masks` all tokens were sampled."""
         n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
         prefixes = prefixes or [[] for _ in prompts]
-        given = []  # prompt and prefix of each row
+        starts = []  # prompt and prefix of each row
         for prompt, prefix in zip(prompts, prefixes):
-            given += [(prompt, prefix)] * n
+            starts += [(prompt, prefix)] * n
 
         def padded(rows: list, dtype: torch.dtype, device: torch.device | str = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
@@ -102,12 +102,12 @@ class Rollout:
         if top:  # a row's are [tokens, K]
             columns["sampler_top_ids"] = padded(top, torch.int32)
             columns["sampler_top"] = padded(top_logps, torch.float32)
-        sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
+        sequences = [prompt + prefix + row for (prompt, prefix), row in zip(starts, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
             sequences=padded(sequences, torch.long),
-            prompt_len=torch.tensor([len(p + q) for p, q in given], dtype=torch.long).to(device),
-            prefix_len=torch.tensor([len(q) for _, q in given], dtype=torch.long).to(device),
+            prompt_len=torch.tensor([len(p + q) for p, q in starts], dtype=torch.long).to(device),
+            prefix_len=torch.tensor([len(q) for _, q in starts], dtype=torch.long).to(device),
             tokens=padded(tokens, torch.long),
             mask=padded(masks or [[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
@@ -200,9 +200,9 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
             column = torch.cat([column, filler], dim=1)
         # As bytes [n, bytes], because no backend knows every type. A column [n] becomes [n, 1].
         packed = column.unsqueeze(-1).flatten(1).view(torch.uint8)
-        found = packed.new_empty(sum(received), packed.shape[1])
-        dist.all_to_all_single(found, packed, received, sent)
-        return found.view(column.dtype).view(-1, *column.shape[1:])
+        arrived = packed.new_empty(sum(received), packed.shape[1])
+        dist.all_to_all_single(arrived, packed, received, sent)
+        return arrived.view(column.dtype).view(-1, *column.shape[1:])
 
     columns = {}
     for name in sorted(vars(batch)):  # in the same order on all ranks

@@ -54,9 +54,9 @@ def save_checkpoint(
         if world.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state()
         states = {name: part.state_dict() for name, part in parts.items()}
-        own = partial / f"rank{world.rank}.pt"
-        torch.save({"generators": generators, "parts": states}, own)
-        sync(own)  # torch has synced the shards
+        path = partial / f"rank{world.rank}.pt"
+        torch.save({"generators": generators, "parts": states}, path)
+        sync(path)  # torch has synced the shards
         dist.barrier()
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)

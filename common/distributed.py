@@ -228,15 +228,15 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
     """
     maxima = sorted(name for name in values if name.endswith("_max"))
     sums = sorted(values.keys() - set(maxima))
-    found = {}
+    totals = {}
     for names, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         if names:
-            own = [torch.as_tensor(values[name], dtype=torch.float64) for name in names]
-            flat = torch.stack([value.to(world.device) for value in own])
+            mine = [torch.as_tensor(values[name], dtype=torch.float64) for name in names]
+            flat = torch.stack([value.to(world.device) for value in mine])
             if world.size > 1:
                 dist.all_reduce(flat, op=operation)
-            found |= dict(zip(names, flat.tolist()))
-    return found
+            totals |= dict(zip(names, flat.tolist()))
+    return totals
 
 
 def gather(values: Tensor, world: World) -> Tensor:

@@ -132,8 +132,8 @@ def check(args: Flags, world: World) -> None:
 def check_defaults(args: Flags, words: list[str]) -> None:
     """Refuse a real model under defaults that are right for the embedded one: lr 3e-4 would destroy
     it, and 64 tokens cut off every answer. `words` is the command line."""
-    given = {word.partition("=")[0].replace("-", "_") for word in words}
-    left = [flag for flag in USUAL if f"__{flag}" not in given]
+    named = {word.partition("=")[0].replace("-", "_") for word in words}
+    left = [flag for flag in USUAL if f"__{flag}" not in named]
     if left and args.model not in EMBEDDED and parameters_of(args.model) > SMALL:
         asked = " and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")

@@ -152,8 +152,8 @@ class TokenLogprobs(torch.autograd.Function):
         differentiate = compiled_d_product if ctx.compiled else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
-            given = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
-            gradient = differentiate(*given)  # [b, V]
+            inputs = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            gradient = differentiate(*inputs)  # [b, V]
             d_hidden[rows] = gradient @ weight
             add_product(d_weight, gradient.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
@@ -302,5 +302,5 @@ def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None
         if len(gap):  # a rank may have no rows
             largest = torch.maximum(largest.to(gap), gap.abs().max())
         tokens += batch.mask.sum()
-    found = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
-    return found | {"sampler_gap_max": (largest, None)}
+    metrics = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
+    return metrics | {"sampler_gap_max": (largest, None)}

@@ -70,10 +70,10 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         if part:
             hooks.append(module.register_forward_hook(tap(part)))
     logp, _ = response_logprobs(policy, micro, temperature, readout=None)  # [n, T]
-    (found,) = torch.autograd.grad(logp.sum(), squares)  # [n]
+    (squared_norms,) = torch.autograd.grad(logp.sum(), squares)  # [n]
     for hook in hooks:
         hook.remove()
-    return logp.detach(), found[: len(micro)].clamp(min=0).sqrt()
+    return logp.detach(), squared_norms[: len(micro)].clamp(min=0).sqrt()
 
 
 class Tap(torch.autograd.Function):
@@ -81,23 +81,21 @@ class Tap(torch.autograd.Function):
 
     `squares` `[n]` has no part in the output. Its gradient is used as an accumulator: each tap
     returns its squares as the gradient of `squares`, and autograd adds them up over all taps.
-    `part(given, d_output)` computes them from the module's input `given` and from the gradient at
+    `part(x, d_output)` computes them from the module's input `x` and from the gradient at
     its output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it
     and makes it again.
     """
 
     @staticmethod
-    def forward(
-        ctx: object, output: Tensor, given: Tensor, squares: Tensor, part: Callable
-    ) -> Tensor:
-        ctx.save_for_backward(given)
+    def forward(ctx: object, output: Tensor, x: Tensor, squares: Tensor, part: Callable) -> Tensor:
+        ctx.save_for_backward(x)
         ctx.part = part
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: object, d_output: Tensor) -> tuple[Tensor, None, Tensor, None]:
-        (given,) = ctx.saved_tensors
-        return d_output, None, ctx.part(given, d_output), None
+        (x,) = ctx.saved_tensors
+        return d_output, None, ctx.part(x, d_output), None
 
 
 class HeadPart:
@@ -121,7 +119,7 @@ class HeadPart:
         steps = torch.arange(min(S, micro.tokens.shape[1]), device=on)  # [T]
         places = (micro.prompt_len[:, None] - 1 + steps).clamp(max=S - 1)  # [n, T]: that predict
         x = hidden[rows[:, None], places]  # [n, T, H]
-        found = hidden.new_zeros(max(1, len(micro)), dtype=torch.float32)  # [n]
+        squares = hidden.new_zeros(max(1, len(micro)), dtype=torch.float32)  # [n]
         self.at_tokens = torch.zeros_like(hidden)
         r = max(1, BLOCK_ELEMENTS // weight.numel())  # responses at once
         for some in rows.split(r):
@@ -129,13 +127,13 @@ class HeadPart:
             for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
                 at = some[:, None], block
                 tokens, ones = micro.tokens[at][..., None], micro.mask[at][..., None]
-                given = tokens, ones, self.head, weight.dtype
-                d = d_product(head_product(x[at], weight), *given)  # [r, T, V]
+                inputs = tokens, ones, self.head, weight.dtype
+                d = d_product(head_product(x[at], weight), *inputs)  # [r, T, V]
                 gradient += d.mT @ x[at]
-            found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
-            own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
-            self.at_tokens[some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)
-        return found
+            squares[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
+            row = torch.arange(len(some), device=on)[:, None]  # [r, 1]
+            self.at_tokens[some] = gradient[row, micro.sequences[some, :S]].to(hidden.dtype)
+        return squares
 
 
 def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: Tensor) -> Tensor:
@@ -170,13 +168,13 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
     outer = d.shape[2]
     if S * (inner + outer) < inner * outer:
         pairs = ((y @ y.mT).flatten(1).float() for y in (x, d))  # [n, S·S] each
-        found = torch.linalg.vecdot(*pairs)  # [n]
+        squares = torch.linalg.vecdot(*pairs)  # [n]
     else:
         rows = max(1, BLOCK_ELEMENTS // (inner * outer))
         gradients = (b.mT @ a for a, b in zip(x.split(rows), d.split(rows)))  # [r, O, I] each
         norm = partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float32)
-        found = torch.cat([norm(gradient) for gradient in gradients]).square()  # [n]
-    return found if module.bias is None else found + d.float().sum(1).square().sum(1)
+        squares = torch.cat([norm(gradient) for gradient in gradients]).square()  # [n]
+    return squares if module.bias is None else squares + d.float().sum(1).square().sum(1)
 
 
 def norm_part(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class Verifier:
         workers = workers or min(8, max(1, cores))
         self.question_numbers = itertools.count()
         self.threads = ThreadPoolExecutor(workers)
-        self.own = threading.local()  # of each thread: its worker, started when first needed
+        self.thread = threading.local()  # of each thread: its worker, started when first needed
 
     def __call__(self, completions: list[str], references: list) -> list[float]:
         """A score for each completion, given its reference."""
@@ -151,11 +151,11 @@ class Verifier:
 
     def _score(self, completion: str, reference: object) -> tuple[float | str | None, str, str]:
         """The score of one completion, "" or a description of what failed, its final answer."""
-        worker = getattr(self.own, "worker", None)
+        worker = getattr(self.thread, "worker", None)
         if worker is None or worker.process.poll() is not None:
             source = [self.source, self.problems]
             worker = Worker(self.spec, source, self.seconds, self.memory, self.function)
-            self.own.worker = worker
+            self.thread.worker = worker
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
@@ -247,15 +247,15 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
         points, failure, answer = 0.0, "", ""
         try:
             answer = final_answer(completion)
-            given = score(completion, reference)
+            result = score(completion, reference)
             if name == "reply":
-                if not isinstance(given, str | None):
-                    raise ValueError(f"{given!r} is no text")
+                if not isinstance(result, str | None):
+                    raise ValueError(f"{result!r} is no text")
             else:
-                given = float(given)
-                if math.isnan(given) or abs(given) > 1e30:
-                    raise ValueError(f"{given} is no reward")
-            points = given
+                result = float(result)
+                if math.isnan(result) or abs(result) > 1e30:
+                    raise ValueError(f"{result} is no reward")
+            points = result
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
             # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
             failure = describe(error) if spec else ""
@@ -279,8 +279,8 @@ def bound_memory(most: int) -> None:
 def describe(error: BaseException) -> str:
     """An error's kind and message, after the line of the task file where it happened."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    own = [one for one in frames if one.filename == frames[0].filename]
-    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+    lines = [one for one in frames if one.filename == frames[0].filename]
+    place = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: " if lines else ""
     return " ".join((place + traceback.format_exception_only(error)[-1]).split())[:400]
 
 

@@ -94,10 +94,10 @@ class HFEngine:
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
-        own = self.lm.state_dict()
+        weights = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
             matrix = full.dim() >= 2 and LAYER.search(name) and not name.endswith(ROUTERS)
-            own[name].copy_(float8(full) if self.float8 and matrix else full)
+            weights[name].copy_(float8(full) if self.float8 and matrix else full)
 
     def state_dict(self) -> dict:
         return {"generator": self.generator.get_state(), "rank": self.rank}

@@ -23,24 +23,24 @@ def routers(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 class Selection(TorchFunctionMode):
-    """A context in which `torch.topk` returns the experts `given` `[tokens, k]`, if there are any.
+    """A context in which `torch.topk` returns the experts `replayed` `[tokens, k]`, if any.
 
     A router computes scores, takes the top k, and derives the experts' weights from those scores.
     Only the choice is replaced. Softmax or sigmoid, and the gradient, stay the model's own. `seen`
     lists the chosen experts.
     """
 
-    def __init__(self, given: Tensor | None = None):
+    def __init__(self, replayed: Tensor | None = None):
         super().__init__()
-        self.given, self.seen, self.experts = given, [], 0
+        self.replayed, self.seen, self.experts = replayed, [], 0
 
     def __torch_function__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
-            if self.given is not None:
-                chosen = self.given.view_as(result.indices)  # [tokens, k]
+            if self.replayed is not None:
+                chosen = self.replayed.view_as(result.indices)  # [tokens, k]
                 result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
             self.seen.append(result.indices.flatten(0, -2))  # [tokens, k]
             self.experts = args[0].shape[-1]  # to choose from
@@ -67,8 +67,8 @@ class Routing:
 
     @torch.compiler.disable  # what is recorded and replayed stays outside of compiled code
     def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:
-        given = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
-        with Selection(given) as selection:
+        replayed = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
+        with Selection(replayed) as selection:
             output = forward(*inputs, **named)
         # A byte each, if it can hold them: a rollout has tokens x layers x k of them.
         kind = torch.uint8 if selection.experts <= 256 else torch.int16

@@ -23,12 +23,16 @@ from tools import arguments
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
-PARTS = ("k3", "sequence_ratio", "gates", "gate_widths")  # of a loss: taken, too
+# Parts of a loss: taken, too
+PARTS = tuple(
+    """k3 sequence_ratio gates gate_widths temperatures importance_weight phi log_proxy_ratio
+    correction""".split()
+)
 HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
 # What is asked for is small, has a catch, or needs the head of the file read closely
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
-HARD = "maspo vcpo deep_grpo stapo icepop blockwise recipe rank_advantages"
+HARD = "maspo vcpo deep_grpo stapo icepop blockwise lp_reg recipe rank_advantages"
 
 
 def single() -> dict[str, ast.FunctionDef]:

@@ -1,4 +1,4 @@
-"""Baselines: what is subtracted from a reward, and what it is divided by.
+r"""Baselines: what is subtracted from a reward, and what it is divided by.
 
 RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
 Human Feedback in LLMs", 2024, arXiv 2402.14740.
@@ -41,8 +41,8 @@ Base file: justrl.py. Differs from it in:
 Run it:
     torchrun -m variants.baselines                          # laptop, 2 to 4 minutes, no download
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.baselines --task dapo-math-17k --eval_task aime24 \\
-        --model Qwen/Qwen3-1.7B-Base --baseline batch --prompts_per_step 128 --group_size 8 \\
+    torchrun --nproc_per_node=8 -m variants.baselines --task dapo-math-17k --eval_task aime24 \
+        --model Qwen/Qwen3-1.7B-Base --baseline batch --prompts_per_step 128 --group_size 8 \
         --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing
 """
 

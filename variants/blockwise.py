@@ -1,4 +1,4 @@
-"""Blockwise advantages: working and answer each have a reward.
+r"""Blockwise advantages: working and answer each have a reward.
 
 Pavlenko et al. (Nebius), "Blockwise Advantage Estimation for Multi-Objective RL with Verifiable
 Rewards", 2026, arXiv 2602.10231.
@@ -39,9 +39,9 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
     # a node of eight, the paper's batch; blocks: the thinking, and what follows it
-    torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \\
-        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \\
-        --prompts_per_step 64 --group_size 32 --max_new_tokens 8192 --lr 1e-6 --warmup 64 \\
+    torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \
+        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \
+        --prompts_per_step 64 --group_size 32 --max_new_tokens 8192 --lr 1e-6 --warmup 64 \
         --weight_decay 0.1 --micro_tokens 8192
 """
 

@@ -1,4 +1,4 @@
-"""Score centering: the part of the gradient that only moves the policy to or from the sampler goes.
+r"""Score centering: the part of the gradient that only moves the policy to or from the sampler goes.
 
 Marek and Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning", 2026, arXiv
 2609.20807.
@@ -7,7 +7,7 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
 
     J = E_y~μ [ Σ_t Â (w(y_t) log π_θ(y_t) - Σ_v sg[c(v)] log π_θ(v)) ]
     c(v) = μ(v) w(v) - α π_θ(v) for the sampler's K most likely tokens v, else 0
-    w = 1, or a bounded π_θ/μ;     Â = R - mean R  (of the group; no std)
+    w = 1, or a bounded π_θ/μ, times dppo.py's M if δ > 0;     Â = R - mean R  (of the group)
 
 Gradient weight on ∇ log π_θ(y_t) and on every ∇ log π_θ(v), summed over tokens, averaged over
 responses:
@@ -31,18 +31,25 @@ taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) 
 α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
 is exact.
 
+A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for every token v that is
+too far from μ in the direction of Â, sampled or not. The mean is subtracted at every place, also
+where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0 but for masked v,
+where it is -π_θ(v). So the mask alone makes a drift, which moves masked tokens back to μ: that is
+all that the centring removes.
+
 Base file: minirl.py. Differs from it in:
 1. The centring.
-2. No mask M. The weight is 1 by default.
+2. No mask M by default. The weight is 1 by default.
 3. Removed: routing replay and the ablations of the weight (here `--weight`).
 
 Run it:
     torchrun -m variants.centred                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.centred --weight tis               # with truncated importance sampling
+    torchrun -m variants.centred --weight tis --w_high 20 --delta 0.2   # with DPPO's mask
     torchrun -m variants.centred --centre_top 0             # without centring: the ablation
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.centred --model Qwen/Qwen3-1.7B-Base \\
-        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.centred --model Qwen/Qwen3-1.7B-Base \
+        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192 --centre_top 128
 """
 
@@ -70,7 +77,10 @@ class Args(Trunk):
     w_low: NonNegative = 0.5
     """icepop: smallest weight (OpenRLHF, verl)."""
     w_high: Positive = 5.0
-    """tis and icepop: largest weight (OpenRLHF, verl; vime: 2)."""
+    """tis and icepop: largest weight (OpenRLHF, verl; vime: 2; dppo.py: 20)."""
+    delta: NonNegative = 0.0
+    """δ of DPPO's mask: w is 0 if π_θ is further from μ in the direction of Â (SkyRL: 0.2; 0: no
+    mask)."""
 
 
 def importance_weight(args: Args, ratio: Tensor) -> Tensor:
@@ -83,11 +93,21 @@ def importance_weight(args: Args, ratio: Tensor) -> Tensor:
     return torch.ones_like(ratio)
 
 
+def token_weight(args: Args, logp: Tensor, sampler_logp: Tensor, A: Tensor) -> Tensor:
+    """w of tokens with these log-probs, by π_θ and by μ, without gradient; A broadcasts to them."""
+    weight = importance_weight(args, (logp - sampler_logp).exp())
+    if args.delta > 0:  # tokens of the tail are too rare to be so far from μ
+        moved = logp.exp() - sampler_logp.exp()
+        weight = torch.where((A * moved > 0) & (moved.abs() > args.delta), 0.0, weight)
+    return weight
+
+
 def centring(args: Args, batch: Rollout) -> Tensor:
     """c `[n, T, K]`, without gradient: what each of the sampler's most likely tokens adds to the
     mean of the score, w ∇ log π_θ, under μ."""
+    A = batch.advantages[:, None, None]  # [n, 1, 1]
     pi, mu = batch.top_logp.detach().exp(), batch.sampler_top.exp()  # [n, T, K]
-    weight = importance_weight(args, (batch.top_logp.detach() - batch.sampler_top).exp())
+    weight = token_weight(args, batch.top_logp.detach(), batch.sampler_top, A)  # [n, T, K]
     mu_tail = (1 - mu.sum(dim=-1, keepdim=True)).clamp(min=1e-6)  # [n, T, 1]
     pi_tail = (1 - pi.sum(dim=-1, keepdim=True)).clamp(min=1e-6)  # [n, T, 1]
     rho = mu_tail / pi_tail  # [n, T, 1]: in the tail, μ = ρ π_θ
@@ -100,8 +120,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
-    score = importance_weight(args, ratio) * logp  # [n, T]: its gradient is the weighted score
+    weight = token_weight(args, logp.detach(), batch.rollout_logp, A)  # [n, T]: w
+    score = weight * logp  # [n, T]: its gradient is the weighted score
     if args.centre_top > 0:
         c = centring(args, batch)  # [n, T, K]
         score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: its mean under μ goes
@@ -114,9 +134,10 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Metrics of the loss as pairs (sum, count), without gradient."""
     mask = batch.mask  # [n, T]
+    weight = token_weight(args, logp, batch.rollout_logp, batch.advantages[:, None])  # [n, T]: w
     ratio = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     stats = {
-        "weight": ((importance_weight(args, ratio) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None),
     }
     if args.centre_top > 0:
@@ -162,4 +183,6 @@ if __name__ == "__main__":
 #
 # Read of the paper: the abstract; and its formulas as NeMo-RL's guide and vime's code state them. c
 # and α equal those of vime's published function (its numbers are in checks/). NeMo-RL adds the term
-# to whatever loss is configured, with its clip; SkyRL has it on by default since 0.5.0.
+# to whatever loss is configured, with its clip; SkyRL has it on by default since 0.5.0, with DPPO
+# (the release's page; we have not read that code). The mask as a part of w is prime-rl's, whose IPO
+# masks both directions.

@@ -1,4 +1,4 @@
-"""CISPO: cap the importance weight, drop no token.
+r"""CISPO: cap the importance weight, drop no token.
 
 MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
 2025, arXiv 2506.13585.
@@ -31,8 +31,8 @@ Base file: justrl.py. Differs from it in:
 Run it:
     torchrun -m variants.cispo                              # laptop, 2 to 4 minutes, no download
     # a node of eight; M1's steps per rollout
-    torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \\
-        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \
+        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \
         --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
 """
 

@@ -1,4 +1,4 @@
-"""DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization.
+r"""DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization.
 
 Yu et al. (ByteDance Seed, Tsinghua), "DAPO: An Open-Source LLM Reinforcement Learning System at
 Scale", 2025, arXiv 2503.14476.
@@ -38,9 +38,9 @@ Run it:
     torchrun -m variants.dapo                               # laptop, three minutes, no download
     torchrun -m variants.dapo --max_draws 1                 # the same without dynamic sampling
     # a node of eight; the paper's sizes, but for the model (32B, on 128 GPUs)
-    torchrun --nproc_per_node=8 -m variants.dapo --model Qwen/Qwen2.5-7B --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
-        --max_new_tokens 20480 --overlong_buffer 4096 --warmup 20 --gradient_checkpointing \\
+    torchrun --nproc_per_node=8 -m variants.dapo --model Qwen/Qwen2.5-7B --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
+        --max_new_tokens 20480 --overlong_buffer 4096 --warmup 20 --gradient_checkpointing \
         --vllm_sleep --vllm_memory 0.7
 """
 

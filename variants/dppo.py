@@ -1,4 +1,4 @@
-"""DPPO: Divergence Proximal Policy Optimization.
+r"""DPPO: Divergence Proximal Policy Optimization.
 
 Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2602.04879.
@@ -37,8 +37,8 @@ Run it:
     torchrun -m variants.dppo --trust_region kl
     torchrun -m variants.dppo --two_sided --delta 0.3 --log_square 1e-3 --is_cap 1e9    # IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
-    torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \
         --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 

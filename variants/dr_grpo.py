@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO done right, without its two biases.
+r"""Dr. GRPO: GRPO done right, without its two biases.
 
 Liu et al. (Sea AI Lab), "Understanding R1-Zero-Like Training: A Critical Perspective",
 2025, arXiv 2503.20783.
@@ -34,8 +34,8 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
     # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
-    torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \\
-        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \\
+    torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \
+        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \
         --max_new_tokens 3000 --lr 1e-6 --minibatches 1 --micro_tokens 8192
 """
 

@@ -1,4 +1,4 @@
-"""80/20: trains only the tokens at which the policy was uncertain.
+r"""80/20: trains only the tokens at which the policy was uncertain.
 
 Wang et al. (Qwen, Tsinghua), "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective
 Reinforcement Learning for LLM Reasoning", 2025, arXiv 2506.01939.
@@ -38,9 +38,9 @@ Run it:
     torchrun -m variants.entropy20                          # laptop, 2 to 4 minutes, no download
     torchrun -m variants.entropy20 --tokens kl_cov          # by the covariance instead
     # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
-    torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
-        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \\
-        --minibatches 16 --max_new_tokens 20480 --lr 1e-6 --warmup 0 --tensor_parallel 2 \\
+    torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \
+        --minibatches 16 --max_new_tokens 20480 --lr 1e-6 --warmup 0 --tensor_parallel 2 \
         --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 

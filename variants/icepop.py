@@ -1,4 +1,4 @@
-"""IcePop and related corrections for the gap between sampler and trainer.
+r"""IcePop and related corrections for the gap between sampler and trainer.
 
 Ling team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model",
 2025, arXiv 2510.18855.
@@ -17,14 +17,15 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
 The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
 precision, or other experts. PPO's ratio does not contain this gap, because both its policies are
 the trainer's. w is the gap, fixed before the first update. The correction multiplies PPO's term
-from outside: inside the clip, it would move tokens beyond the bound before anything was learned.
+from outside. Inside, a token with w = 1.5 would be clipped although the policy has not moved.
 
-IcePop drops a token whose w is far from 1: it takes a factor of two for an error, which a capped
-weight would still trust. The related corrections are, with W = Π_t w of a response:
+IcePop drops a token whose w is outside a band (here 0.5 to 5): it takes it for an error, which a
+capped weight would still trust. The related corrections are, with W = Π_t w of a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
+    cis        min(w, 1 + (β-1) max(1 - π_old, 0.005))      calibrated, arXiv 2609.32444
     mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling
-    icepop     the same of w, by definition
+    icepop     mis of each token
     geometric  1 if α <= exp(mean_t log w) <= β, else 0     long responses leave any band for W
     opsm       0 if Â < 0 and mean_t log(μ/π_θ) > δ, else 1     DeepSeek-V3.2, arXiv 2512.02556
     none       1
@@ -33,19 +34,26 @@ Per token the correction is biased, because the tokens before it came from μ, t
 is not, but W's variance grows exponentially with the length. Every band and cap trades bias for
 variance. Only opsm looks at π_θ, so also at staleness.
 
+cis bounds an error of the logits instead of w. Such an error e shifts the log-odds of a token, and
+w = π_old + (1 - π_old) exp(e): from the same e the w of a sure token is nearly 1. With exp(e) <= β
+the cap is β for a rare token and almost 1 for a sure one. The 0.005 is for rounding.
+
 Base file: minirl.py. Differs from it in:
 1. PPO's min and clip on r, times a correction of w alone. The base file has -log π with min(π_θ/μ,
    5), which corrects for both at once.
 2. The mean over a response's tokens by default. Removed: the ablation without μ (here `--correction
    none`) and routing replay.
+3. The sampler is an 8-bit copy, which makes a gap to correct. To repair a run of another file, add
+   `--rollout_dtype auto`.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
+    torchrun -m variants.icepop --correction cis --w_high 3.3           # its paper's
     # a node of eight
-    torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \\
-        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \
+        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
 """
 
@@ -72,15 +80,15 @@ class Args(Trunk):
     """ε of the upper clip (MiniRL's paper)."""
     length_norm: bool = True
     """Divide by the response's length, as the paper does; False: minirl.py's sum over tokens."""
-    correction: Literal["tis", "mis", "icepop", "geometric", "opsm", "none"] = "icepop"
+    correction: Literal["tis", "cis", "mis", "icepop", "geometric", "opsm", "none"] = "icepop"
     """How C is computed from w = π_old/μ (the table in this file's header)."""
     correction_level: Literal["token", "sequence"] = "token"
     """tis and mis: use a token's w, or the product over its response."""
     w_low: NonNegative = 0.5
     """α: smallest w (OpenRLHF, verl; TRL's for mis: 0.5; verl's for geometric: 0.999)."""
     w_high: Positive = 5.0
-    """β: largest w (OpenRLHF, verl; slime's for tis: 2; TRL's for mis: 2; verl's for geometric:
-    1.001)."""
+    """β: largest w (OpenRLHF, verl; slime's for tis: 2; paper's for cis: 3.3; TRL's for mis: 2;
+    verl's for geometric: 1.001)."""
     opsm_delta: Positive = 0.5
     """δ of opsm, nats per token (TRL, as the paper gives none; slime: 0.0001)."""
 
@@ -100,9 +108,11 @@ def correction(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
     geometric = (over_response(log_w) / length).exp()  # [n, 1]: a mean over tokens
     drift = over_response(batch.rollout_logp - logp) / length  # [n, 1]: of π_θ, gap and staleness
     w = (over_response(log_w) if args.correction_level == "sequence" else log_w).exp()
+    unsure = (1 - batch.old_logp.exp()).clamp(min=0.005)  # [n, T]: the weight of other tokens
     masked = torch.where(kept(w), w, 0.0)  # as w: [n, T], or W [n, 1]. ∞ · False would be NaN
     weight = {
         "tis": w.clamp(max=args.w_high),
+        "cis": torch.minimum(w, 1 + (args.w_high - 1) * unsure),
         "mis": masked,
         "icepop": masked,
         "geometric": kept(geometric),
@@ -175,6 +185,9 @@ if __name__ == "__main__":
 # Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight,
 # and neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one
 # step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
+#
+# cis: the authors' code writes λ = β - 1 = 2.3 and κ = 0.005, has ε 0.2 and 0.28, and averages over
+# all tokens (cis/operator.py of kzhao5/CIS-RL; checks/ has its numbers).
 #
 # The rule is as the authors restate it in a later post and as OpenRLHF, slime and verl have it;
 # tis, mis and opsm are as in TRL's code, too, geometric as in verl's. We do not know the paper's α

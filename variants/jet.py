@@ -1,4 +1,4 @@
-"""Jet-RL: one 8-bit forward pass for sampler and trainer.
+r"""Jet-RL: one 8-bit forward pass for sampler and trainer.
 
 Xi et al. (NVIDIA, MIT), "Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified
 Training and Rollout Precision Flow", 2026, arXiv 2601.14243.
@@ -34,8 +34,8 @@ Run it:
     torchrun -m variants.jet                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.jet --model tiny-moe --routing_replay r3
     # a node of eight; a model of the paper's, sizes are ours
-    torchrun --nproc_per_node=8 -m variants.jet --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.jet --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \
         --gradient_checkpointing --tensor_parallel 2
 """
 

@@ -1,4 +1,4 @@
-"""JustRL: the plain recipe, with nothing added.
+r"""JustRL: the plain recipe, with nothing added.
 
 He et al., "JustRL: Scaling a 1.5B LLM with a Simple RL Recipe",
 2025, arXiv 2512.16649.
@@ -30,8 +30,8 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.justrl                             # laptop, 2 to 4 minutes, no download
     # a node of eight, the paper's sizes (it has four)
-    torchrun --nproc_per_node=8 -m variants.justrl --task dapo-math-17k --eval_task aime24 \\
-        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --prompts_per_step 256 --group_size 8 \\
+    torchrun --nproc_per_node=8 -m variants.justrl --task dapo-math-17k --eval_task aime24 \
+        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --prompts_per_step 256 --group_size 8 \
         --max_new_tokens 15360 --lr 1e-6 --warmup 10 --weight_decay 0.1 --gradient_checkpointing
 """
 

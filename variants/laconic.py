@@ -1,4 +1,4 @@
-"""LACONIC: a budget of tokens, and a price that adapts.
+r"""LACONIC: a budget of tokens, and a price that adapts.
 
 Liu et al., "LACONIC: Length-Aware Constrained Reinforcement Learning for LLM",
 2026, arXiv 2602.14468.
@@ -37,9 +37,9 @@ Run it:
     torchrun -m variants.laconic                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
     # a node of eight, the authors' sizes and constants
-    torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \\
-        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task math --price_ceiling 0.1 \\
-        --prompts_per_step 128 --group_size 4 --max_new_tokens 4096 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \
+        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task math --price_ceiling 0.1 \
+        --prompts_per_step 128 --group_size 4 --max_new_tokens 4096 --lr 1e-6 \
         --micro_tokens 8192
 """
 

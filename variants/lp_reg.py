@@ -1,4 +1,4 @@
-"""Lp-Reg: low-probability regularisation, which protects rare negative-advantage tokens.
+r"""Lp-Reg: low-probability regularisation, which protects rare negative-advantage tokens.
 
 Huang et al. (Tencent), "Low-probability Tokens Sustain Exploration in Reinforcement Learning with
 Verifiable Reward", 2025, arXiv 2510.03222.
@@ -38,9 +38,9 @@ Run it:
     torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.lp_reg --minibatches 1             # on-policy
     # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
-    torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \\
-        --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --group_size 8 \\
-        --minibatches 8 --max_new_tokens 8192 --max_prompt_tokens 2048 --lr 1e-6 --warmup 0 \\
+    torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --group_size 8 \
+        --minibatches 8 --max_new_tokens 8192 --max_prompt_tokens 2048 --lr 1e-6 --warmup 0 \
         --rare_share 0.01 --tensor_parallel 2 --gradient_checkpointing
 """
 

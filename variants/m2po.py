@@ -1,4 +1,4 @@
-"""M2PO: a budget for the whole batch instead of a clip for each token.
+r"""M2PO: a budget for the whole batch instead of a clip for each token.
 
 Zheng et al., "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on
 LLMs?", 2025, arXiv 2510.01161.
@@ -35,8 +35,8 @@ Run it:
     torchrun -m variants.m2po                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.m2po --budget 1e-4                 # where it acts
     # a node of eight, sizes are ours
-    torchrun --nproc_per_node=8 -m variants.m2po --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\
-        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\
+    torchrun --nproc_per_node=8 -m variants.m2po --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \
+        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \
         --minibatches 16 --max_new_tokens 8192 --gradient_checkpointing
 """
 

@@ -1,4 +1,4 @@
-"""OPD: on-policy distillation, a teacher scores every token of the student's own samples.
+r"""OPD: on-policy distillation, a teacher scores every token of the student's own samples.
 
 Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
 2023, arXiv 2306.13649.
@@ -36,8 +36,8 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.opd                                # laptop, 2 to 4 minutes, no download
     # a node of eight; the teacher's weights are sharded like the student's
-    torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \\
+    torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
+        --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \
         --lr 1e-6 --gradient_checkpointing
 """
 

@@ -1,4 +1,4 @@
-"""PACED-RL: the partition function as a measure of difficulty.
+r"""PACED-RL: the partition function as a measure of difficulty.
 
 Kim et al., "Beyond Normalization: Rethinking the Partition Function as a Difficulty Scheduler for
 RLVR", 2026, arXiv 2602.12642.
@@ -37,8 +37,8 @@ Run it:
     torchrun -m variants.paced                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
     # a node of eight, the paper's lengths
-    torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \\
-        --teacher_lr 1e-5 --prompts_per_step 128 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \
+        --teacher_lr 1e-5 --prompts_per_step 128 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \
         --weight_decay 0.1 --micro_tokens 8192
 """
 

@@ -1,4 +1,4 @@
-"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
+r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
@@ -28,6 +28,12 @@ VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ 
 reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
 
+Two papers of 2026 say why critics learn little. SP3O (arXiv 2609.18708): all tokens of a response
+have the same target, and mean_t (V - R)² = (mean_t V - R)² + var_t V, so the loss itself makes V
+flat over a response. It has a loss at three tokens only (`--sparse_value`). BPCO (arXiv 2608.23566)
+bounds V to where rewards are, 1/2 + atan(z)/π (`--bounded_value`), has the reward as the target of
+every token (`--lam_critic 1`), VAPO's λ with α = 0.4, and does not whiten.
+
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
 2. The critic is a second model with its optimiser, sharded and saved like the policy. It starts
@@ -38,10 +44,14 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
+    torchrun -m variants.ppo --sparse_value --critic_lr 1.2e-3 --critic_warmup 20        # SP3O
+    # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
+    torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
+        --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
-    torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
-        --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \\
+    torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
+        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
+        --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \
         --clip_high 0.28 --max_new_tokens 8192 --gradient_checkpointing
 """
 
@@ -89,6 +99,13 @@ class Args(Trunk):
     policy's)."""
     critic_warmup: Whole = 5
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
+
+    sparse_value: bool = False
+    """After the warm-up, fit V only at 0.3, 0.6 and 0.9 of a response (SP3O)."""
+    bounded_value: bool = False
+    """V = 1/2 + atan(z)/π, between rewards 0 and 1 (BPCO)."""
+    whiten: bool = True
+    """Advantages of mean 0 and variance 1 over the rollout's tokens (verl; BPCO: not)."""
 
     def compares(self) -> bool:
         return False  # the baseline is the critic, not the group
@@ -149,14 +166,26 @@ def value_loss(
     return loss, ((held > free) * mask).sum()
 
 
+def anchors(mask: Tensor) -> Tensor:
+    """1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response, but never on its last one."""
+    place = mask.cumsum(dim=1) - 1  # [n, T]: a token's number, from 0
+    last = mask.sum(dim=1, keepdim=True) - 1  # [n, 1]
+    chosen = torch.zeros_like(mask)  # [n, T]
+    for share in (0.3, 0.6, 0.9):
+        at = (last.double() * share).round().minimum(last - 1).clamp(min=0)  # [n, 1]
+        chosen = torch.where(place == at, mask, chosen)  # [n, T]
+    return chosen
+
+
 class Value(Policy):
     """A language model whose output is one number: V(s_t) instead of log π(y_t).
 
     So `all_logprobs` and `response_logprobs` work on it as on a policy, in micro-batches.
     """
 
-    def __init__(self, lm: nn.Module):
+    def __init__(self, lm: nn.Module, bounded: bool = False):
         super().__init__(lm.base_model)
+        self.bounded = bounded
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)  # at first V is 0, and Â the reward, discounted by λ
 
@@ -167,6 +196,8 @@ class Value(Policy):
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
         values = nn.functional.linear(hidden.float(), self.head.weight.float())[:, 0]  # [M]
+        if self.bounded:
+            values = 0.5 + values.atan() / math.pi  # [M]: between 0 and 1
         return values, torch.zeros_like(values)
 
 
@@ -175,7 +206,7 @@ class Critic:
 
     def __init__(self, args: Args, lm: nn.Module, world: World):
         self.args, self.world = args, world
-        self.value = shard(Value(copy.deepcopy(lm)), args, world)
+        self.value = shard(Value(copy.deepcopy(lm), args.bounded_value), args, world)
         how = {"betas": args.betas, "weight_decay": args.weight_decay, "fused": True}
         self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
 
@@ -202,10 +233,11 @@ class Critic:
             earned.append(came)
             errors.append(came - batch.values)
             paid = paid + (batch.rewards - rewards.sum(dim=1)).double().sum()
-        mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
-        for batch in batches:  # whitened, so the scale of rewards does not matter
-            centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
-            batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
+        if args.whiten:  # so that the scale of rewards does not matter
+            mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
+            for batch in batches:
+                centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
+                batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
         _, unknown = moments(errors, masks, world)
         _, spread = moments(earned, masks, world)
         values = sum((batch.values * batch.mask).double().sum() for batch in batches)
@@ -215,17 +247,21 @@ class Critic:
             "explained_variance": (1 - unknown / spread if spread else 0.0, spread > 0),
         }
 
-    def learn(self, batch: Rollout) -> dict[str, tuple]:
-        """One optimiser step of V towards its targets, on a mini-batch. Returns metrics."""
+    def learn(self, batch: Rollout, alone: bool) -> dict[str, tuple]:
+        """One optimiser step of V towards its targets, on a mini-batch; `alone`: in the warm-up.
+        Returns metrics."""
         args = self.args
         tokens, squares, clipped = 0.0, 0.0, 0.0
         for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
             micro = batch.rows(rows)
             values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
+            fitted = micro.mask  # [n, T]
+            if args.sparse_value and not alone:
+                fitted = anchors(micro.mask)
             bound = args.value_clip
-            loss, cut = value_loss(values, micro.values, micro.returns, micro.mask, bound)
+            loss, cut = value_loss(values, micro.values, micro.returns, fitted, bound)
             loss.backward()
-            tokens = tokens + micro.mask.sum()
+            tokens = tokens + fitted.sum()
             squares = squares + loss.detach().double()
             clipped = clipped + cut
         divide_gradients(self.value, total_count(tokens, self.world), self.world)
@@ -303,7 +339,7 @@ LOOP = """
 +        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))
 
 -            first = minibatch is minibatches[0]
-+            means.add(**critic.learn(minibatch))
++            means.add(**critic.learn(minibatch, alone=step <= args.critic_warmup))
 +            # An untrained critic gives bad advantages, which would stay in Adam's moments.
 +            if step <= args.critic_warmup:
 +                continue
@@ -333,7 +369,14 @@ if __name__ == "__main__":
 # 3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
 # 4. A response that the length limit cuts ends there like any other, with V = 0 after it.
 # 5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
-#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0
+#    (BPCO's code leaves it below, which concerns responses of two tokens).
+#
+# 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
+#    the policy's, its warm-up 20 steps; its λ is unknown to us. BPCO's rates are 1e-6 and 5e-6.
+#
+# SP3O's places are those of its sp3o.py (Dodojordi/SP3O 8b8b26e), λ and targets of BPCO those of its
+# core_algos.py (QPHutu/golden_critic), V of its equation 9 as while-ai's tests state it.
 #
 # PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in its listing
 # and in summaries; we do not know its rates and steps of pre-training.

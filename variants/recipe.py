@@ -1,4 +1,4 @@
-"""The recipe: five layers that work together, each with a flag.
+r"""The recipe: five layers that work together, each with a flag.
 
 Parts of six papers (their files say which), on the base of He et al., "JustRL: Scaling a 1.5B LLM
 with a Simple RL Recipe", 2025, arXiv 2512.16649.
@@ -41,8 +41,8 @@ Run it:
     torchrun -m variants.recipe                             # laptop, some minutes, no download
     torchrun -m variants.recipe --tokens none --no_curriculum --branches 0 --lag 0     # justrl.py
     # a node of eight; sizes are ours
-    torchrun --nproc_per_node=8 -m variants.recipe --model Qwen/Qwen2.5-Math-1.5B --task math \\
-        --boundary . --prompts_per_step 64 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.recipe --model Qwen/Qwen2.5-Math-1.5B --task math \
+        --boundary . --prompts_per_step 64 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \
         --teacher_lr 1e-5 --micro_tokens 8192
 """
 

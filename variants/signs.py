@@ -1,4 +1,4 @@
-"""Signs: separate weights for right and wrong responses, and outliers left out.
+r"""Signs: separate weights for right and wrong responses, and outliers left out.
 
 Zhu et al., "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning",
 2025, arXiv 2506.01347.
@@ -41,8 +41,8 @@ Run it:
     torchrun -m variants.signs --baseline none --outliers 0 --beta 0    # W-REINFORCE; NSR with
     #                                                                     --positive_weight 0
     # a node of eight, the authors' sizes (they have 7B)
-    torchrun --nproc_per_node=8 -m variants.signs --model Qwen/Qwen2.5-Math-1.5B --task math \\
-        --eval_task math500 --prompts_per_step 1024 --group_size 8 --max_new_tokens 3072 \\
+    torchrun --nproc_per_node=8 -m variants.signs --model Qwen/Qwen2.5-Math-1.5B --task math \
+        --eval_task math500 --prompts_per_step 1024 --group_size 8 --max_new_tokens 3072 \
         --lr 1e-6 --warmup 0 --beta 0 --outliers 0 --baseline none --micro_tokens 8192
 """
 

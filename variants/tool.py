@@ -1,4 +1,4 @@
-"""GRPO over several turns: the policy calls a tool, reads the reply and goes on.
+r"""GRPO over several turns: the policy calls a tool, reads the reply and goes on.
 
 Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement
 Learning", 2025, arXiv 2503.09516.
@@ -34,7 +34,7 @@ Differs from grpo.py in:
 Run it:
     torchrun -m variants.tool                               # laptop, 2 to 4 minutes, no download
     # your own tool: `reply(response, answer)` in a task file (docs/yours.md); chat turns end at EOS
-    torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \\
+    torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \
         --task calls.py --turn_end "" --prompts_per_step 64 --max_new_tokens 512 --lr 1e-6
 """
 

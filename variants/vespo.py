@@ -1,4 +1,4 @@
-"""VESPO: Variational sEquence-level Soft Policy Optimization.
+r"""VESPO: Variational sEquence-level Soft Policy Optimization.
 
 Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
 Training", 2026, arXiv 2602.10693.
@@ -31,8 +31,8 @@ Base file: justrl.py. Differs from it in:
 Run it:
     torchrun -m variants.vespo                              # laptop, 2 to 4 minutes, no download
     # a node of eight; the authors: 2048 prompts, Qwen3-30B-A3B-Base, eight nodes, else the same
-    torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
-        --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \\
+    torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
+        --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \
         --max_new_tokens 15360 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 

@@ -158,6 +158,7 @@ def untrained(family: str, folder: Path, **shape: object) -> None:
     lm.save_pretrained(folder)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return a view
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_models_own(folder, world, family):
     """The sampler's, and the trainer's, sharded and with layers that are computed again. What is

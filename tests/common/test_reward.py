@@ -134,7 +134,7 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     verifier = verifier_of(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
     assert verifier(["a"], ["b"]) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
-    worker = verifier.threads.submit(lambda: verifier.own.worker).result()
+    worker = verifier.threads.submit(lambda: verifier.thread.worker).result()
     worker.process.kill()
     worker.process.wait()
     assert verifier(["a"], ["b"]) == [0.25] and verifier.killed == 0

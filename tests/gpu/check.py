@@ -16,7 +16,15 @@ import torch
 from checks.files import NINE
 from common.batch import Rollout
 from common.cli import BadInput
-from common.distributed import ALONE, World, divide_gradients, setup, shard, whole_tensor
+from common.distributed import (
+    ALONE,
+    World,
+    divide_gradients,
+    setup,
+    shard,
+    total_count,
+    whole_tensor,
+)
 from common.logprobs import Policy, micro_batches, response_logprobs
 from common.model import load_model
 from common.rollout import HFEngine
@@ -61,7 +69,7 @@ def gradient(policy: Policy, batch: Rollout, world: World) -> torch.Tensor:
     """The gradient of the mean log-prob of all ranks' tokens, from several micro-batches."""
     for rows in micro_batches(policy, batch, 150, world):
         response_logprobs(policy, batch.rows(rows), 1.0)[0].sum().backward()
-    divide_gradients(policy, batch.mask.sum(), world)
+    divide_gradients(policy, total_count(batch.mask.sum(), world), world)
     return torch.cat([whole_tensor(one.grad).cpu().flatten() for one in policy.parameters()])
 
 

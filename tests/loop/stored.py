@@ -319,7 +319,7 @@ FLAGS = {
     "tool": {"beta": 0.1, "grad_clip": 6.0},
 }
 FLAGS["lp_reg"] |= {"grad_clip": 8.0}
-FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
+FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0, "sparse_value": True}
 FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
 
 

@@ -103,7 +103,8 @@ def test_resume_on_other_ranks(tmp_path, world):
     assert ended.codes == [0] * 4, ended.stderr
     policy = Policy(load_model("tiny")[0])
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    assert load_checkpoint(folder, policy, optimizer, {}, world) == 2
+    newest = folder / "checkpoints/step_000002"
+    assert load_checkpoint(newest, policy, optimizer, {}, world) == 2
     dist.destroy_process_group()
     saved = tensors(folder / "checkpoints/step_000002", tmp_path / "t.pt")
     for name, parameter in policy.named_parameters():

@@ -18,15 +18,17 @@ INTRODUCTION = """# Every loss on one page
 Each `policy_loss` as it stands in its file, under the weight that it gives to ∇ log π_θ(y_t). It
 returns a sum and the count that divides it. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ the
 sampler's probability, `mask` is 1 on response tokens. [common/batch.py](../common/batch.py) lists
-the columns of `batch`. The comments are in the files. A test holds this page to them, and
-[the checks](../checks/__init__.py) hold them to the papers' formulas and to other people's code.
+the columns of `batch`. Where a weight stands without the average over tokens and responses, the
+return line has it. Advantages, comments and the meaning of other symbols are in the files. A test
+holds this page to the files, and [the checks](../checks/__init__.py) hold the files to the papers'
+formulas and to other people's code.
 """
 # What keeps one step from moving the policy too far
 GROUPS = {
     "A clip of the token's ratio": "grpo justrl dapo dr_grpo blockwise signs deep_grpo",
     "The clip, and tokens left out": "stapo entropy20 lp_reg",
     "A smooth gate on the token's ratio": "sapo maspo",
-    "A bounded weight on log π": "cispo minirl dppo icepop m2po centred opd",
+    "A bounded weight on log π": "cispo minirl dppo cppo icepop m2po centred opd",
     "The response's ratio": "gspo vespo vcpo",
     "Something else": "ppo paced recipe",
 }

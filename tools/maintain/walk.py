@@ -124,9 +124,9 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
         ratios = []
         for (_, logp, batch), _, _ in now:
             ratios.append((logp - batch.old_logp).exp()[batch.mask > 0])
-        sums = " + ".join(said(loss, 3) for _, _, (loss, _, _) in now).replace("+ -", "- ")
-        total = sum(loss.item() for _, _, (loss, _, _) in now)
-        count = sum(int(count) for _, _, (_, count, _) in now)
+        sums = " + ".join(said(loss, 3) for _, _, (loss, _) in now).replace("+ -", "- ")
+        total = sum(loss.item() for _, _, (loss, _) in now)
+        count = sum(int(count) for _, _, (_, count) in now)
         spread = [said(min(map(Tensor.min, ratios)), 3), said(max(map(Tensor.max, ratios)), 3)]
         norm = said(calls["clip_gradients"][k][2])
         rows = "+".join(str(len(rows)) for rows in micros)
@@ -159,9 +159,11 @@ def filled(page: str, source: str, values: dict[str, str]) -> str:
             sys.exit(2)
     starts = sorted(map(stripped.index, anchors))
     ends = [*starts[1:], lines.index('if __name__ == "__main__":')]
-    code = {
-        stripped[a]: textwrap.dedent("\n".join(lines[a:b])).rstrip() for a, b in zip(starts, ends)
-    }
+    code = {}
+    for a, b in zip(starts, ends):
+        block = textwrap.dedent("\n".join(lines[a:b])).rstrip()
+        # Without a mark around a whole function, which stands between two blocks
+        code[stripped[a]] = re.sub(r"\n\n+# </?own>$", "", block)
     page = CODE.sub(lambda block: code[block[0].splitlines()[0].strip()], page)
     block = r"(<!--block: (\w+)-->\n```text\n).*?(^```)"
     page = re.sub(block, lambda m: f"{m[1]}{values[m[2]]}\n{m[3]}", page, flags=re.DOTALL | re.M)
