@@ -1,4 +1,4 @@
-"""What an algorithm file must do, without pytest: for tests, the labs' grader and the reader.
+"""What an algorithm file must do, without pytest: for tests, the labs' grader and the bug hunt.
 
 `checks/NAME.py` states the loss of NAME.py a second time, from the paper's formula, in float64:
 
