@@ -214,20 +214,22 @@ class Run:
         self.checkpoint = saved[-1]
         config = saved_config(self.folder)
         changed = changed_flags(config, self.config)
-        gone_back = any(one["back_to"] == back_to for one in config.get("history", [])[-1:])
+        history = config.get("history", [])
+        gone_back = bool(history) and history[-1]["back_to"] == back_to
         if back_to and (changed or not gone_back):  # else the same command was started again
             steps = {step_of(path): path for path in saved}
             if back_to not in steps:
                 there = ", ".join(map(str, steps))
                 raise BadInput(f"--back_to {back_to}: {self.folder} has checkpoints of {there}")
             self.checkpoint = steps[back_to]
-            of_the_algorithm = set(asdict(self.args)) - {field.name for field in fields(Flags)}
-            repairs = of_the_algorithm - FIXED | {"rollout_dtype"}
-            self.repair = {n: [config.get(n), self.config[n]] for n in changed if n in repairs}
+            self.repair = {}
+        of_the_algorithm = set(asdict(self.args)) - {field.name for field in fields(Flags)}
+        repairs = of_the_algorithm - FIXED | {"rollout_dtype"}  # what --back_to may change
         for name in changed:
-            if self.repair is None or name not in self.repair:
-                was, now = config.get(name), self.config[name]
+            was, now = config.get(name), self.config[name]
+            if self.repair is None or name not in repairs:
                 raise BadInput(f"--resume: {self.folder} has {name} {was!r}, not {now!r}")
+            self.repair[name] = [was, now]
         if self.world.rank == 0:
             self._lock_folder()
 
@@ -472,4 +474,5 @@ def summary_of(lines: list[dict]) -> dict:
 def ending_of(summary: dict) -> str:
     """`best 0.79 at step 5, now 0.18: it fell`"""
     best = f"best {summary['best']:.2f} at step {summary['best_step']}"
-    return f"{best}, now {summary['greedy_after']:.2f}" + ": it fell" * summary["fell"]
+    ending = f"{best}, now {summary['greedy_after']:.2f}"
+    return f"{ending}: it fell" if summary["fell"] else ending
