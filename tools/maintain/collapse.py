@@ -5,7 +5,8 @@
     python -m tools.maintain.collapse runs/fall runs/small
 
 A frame for each evaluation: greedy accuracy so far, and what the run then answers to its first
-held-out problem.
+held-out problem. The whole curves come first: where nothing moves, as in print, they are all that
+is seen.
 """
 
 import sys
@@ -20,7 +21,7 @@ from checks.files import ROOT
 from tools import arguments
 
 PICTURE = ROOT / "docs" / "collapse.gif"
-HELD = 4  # frames that the last one stays
+HELD = 4  # frames in which the whole curves stand
 
 
 def evaluations(folder: Path) -> tuple[list[int], list[float], list[dict]]:
@@ -51,14 +52,14 @@ def main(fallen: Path, steady: Path) -> None:
         texts.append(words.text(0, height, "", family="monospace", color=colour, va="top"))
     axis.legend(loc="center right", frameon=False)
 
-    def show(frame: int) -> None:
-        number = min(frame, len(steps) - 1)
+    def show(number: int) -> None:
         for (at, accuracy, responses), curve, text in zip(measured, curves, texts):
             curve.set_data(at[: number + 1], accuracy[: number + 1])
             text.set_text(responses[number]["response"][:58])
 
     figure.tight_layout()
-    animation = FuncAnimation(figure, show, frames=len(steps) + HELD)
+    every = range(len(steps))
+    animation = FuncAnimation(figure, show, frames=[every[-1]] * HELD + list(every))
     animation.save(PICTURE, PillowWriter(fps=1.5))
 
 
