@@ -242,7 +242,7 @@ def draw(table: dict, path: Path) -> None:
             words = cell(table, name, head, seeds=False)
             colour = "white" if words < "0.60" else "black"
             axis.text(x + 0.5, y + 0.5, words, color=colour, ha="center", va="center")
-    axis.set_xticks(np.arange(len(heads)) + 0.5, [textwrap.fill(head, 12) for head in heads])
+    axis.set_xticks(np.arange(len(heads)) + 0.5, [textwrap.fill(head, 13) for head in heads])
     axis.set_yticks(np.arange(len(names)) + 0.5, names)
     axis.invert_yaxis()
     axis.axvline(len(heads) - 1, color="black", linewidth=2)
