@@ -57,8 +57,8 @@ def draw(results: dict) -> object:
     for method, colour in list(COLOURS.items())[2:]:
         runs = results[f"{method}, three times"]
         lab.bands(axes[2], runs, "explained_variance", colour, width=9)
-    axes[2].set_ylim(-0.3, 0.5)
-    lab.key(axes[0], COLOURS)
+    axes[2].set_ylim(-0.1, 0.4)
+    lab.key(axes[0], COLOURS, x=0.45)
     axes[2].axhline(0, color=lab.GREY, linewidth=0.8)
     return figure
 

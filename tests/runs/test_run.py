@@ -2,6 +2,7 @@
 
 import grpo
 import pytest
+from common.run import ending_of, summary_of
 
 from tests.helpers import SMALL, metrics, run_here
 
@@ -21,6 +22,13 @@ def test_an_idle_algorithm_is_said_loudly(tmp_path, capsys):
     flags = [*SMALL, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags) == 0
     assert "WARNING: clip_share was 0 at every step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("last, words", [(0.63, "now 0.63: it fell"), (0.65, "now 0.65")])
+def test_a_run_that_ends_below_four_fifths_of_its_best_fell(last, words):
+    greedy = {0: 0.34, 5: 0.8, 10: last}
+    lines = [{"step": n, "greedy": x, "sampled": x, "seconds": 1.0} for n, x in greedy.items()]
+    assert ending_of(summary_of(lines)) == f"best 0.80 at step 5, {words}"
 
 
 @slow
