@@ -1,8 +1,8 @@
 """Do the critics of SP3O and BPCO explain more, and is a policy better for it?
 
 One response to each of 128 prompts, so that no group can be a baseline: ppo.py, its flags for the
-two papers' critics, the batch's mean; and grpo.py with 16 groups of eight, which samples as many
-tokens. At the usual learning rate and at three times the rate.
+two papers' critics, the batch's mean. And 16 groups of eight, which sample as many tokens: grpo.py,
+and RLOO with the loss of the others. At the usual learning rate and at three times the rate.
 
     python -m labs.critic
 """
@@ -18,6 +18,7 @@ ONE = f"{RUN} --prompts_per_step 128 --group_size 1"
 BPCO = "--bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 --critic_lr 1.5e-3"
 METHODS = {
     "groups of eight": f"grpo.py {RUN} --prompts_per_step 16 --group_size 8",
+    "groups, token mean": f"-m variants.baselines {RUN} --prompts_per_step 16 --group_size 8",
     "the batch's mean": f"-m variants.baselines {ONE} --baseline batch",
     "ppo.py": f"-m variants.ppo {ONE}",
     "SP3O's critic": f"-m variants.ppo {ONE} --sparse_value --critic_lr 1.2e-3 --critic_warmup 20",
@@ -26,7 +27,7 @@ METHODS = {
 RATES = {"usual rate": "3e-4", "three times": "9e-4"}
 ARMS = {f"{m}, {rate}": f"{METHODS[m]} --lr {RATES[rate]}" for rate in RATES for m in METHODS}
 COLUMNS = ("sampled", "tokens", "explained_variance")
-COLOURS = dict(zip(METHODS, (lab.BLACK, lab.GREY, lab.BLUE, lab.ORANGE, lab.GREEN)))
+COLOURS = dict(zip(METHODS, (lab.BLACK, lab.PINK, lab.GREY, lab.BLUE, lab.ORANGE, lab.GREEN)))
 SEEDS = 5
 
 
@@ -54,7 +55,7 @@ def draw(results: dict) -> object:
         for method, colour in COLOURS.items():
             lab.bands(axis, results[f"{method}, {rate}"], "sampled", colour)
         axis.set_ylim(0.4, 0.95)
-    for method, colour in list(COLOURS.items())[2:]:
+    for method, colour in list(COLOURS.items())[3:]:
         runs = results[f"{method}, three times"]
         lab.bands(axes[2], runs, "explained_variance", colour, width=9)
     axes[2].set_ylim(-0.1, 0.4)
