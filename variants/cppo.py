@@ -15,10 +15,10 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
     M_t min(π_θ/μ, c) Â
 
 DPPO lets every token move as far from μ. But all later tokens are sampled behind an early one: if
-π_θ would have gone elsewhere, the whole rest of the response is off-policy. The error of the
-objective is bounded by a constant times Σ_t (T - t) D_t. So CPPO weights D by position, the first token most. It
-also gives a prefix a budget, b per token. Once a response has spent more, its next tokens may move
-less. Both bound only tokens that move away from μ. A token without a gradient spends, too.
+π_θ would have gone elsewhere, the whole rest of the response is off-policy. The objective's error
+is bounded by a constant times Σ_t (T - t) D_t. So CPPO weights D by position, the first token most.
+It also gives a prefix a budget, b per token. Once a response has spent more, its next tokens may
+move less. Both bound only tokens that move away from μ. A token without a gradient spends, too.
 
 What is T? In the paper and in one of the authors' two implementations (UniRL) the response's own
 length, in the other (verl, pull request 6731) the length to which all are padded. There the weight
