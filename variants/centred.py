@@ -5,7 +5,7 @@ Marek and Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learnin
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
-    J = E_y~μ [ Σ_t Â (w(y_t) log π_θ(y_t) - Σ_v sg[c(v)] log π_θ(v)) ]
+    J = E_y~μ [ Σ_t Â (sg[w(y_t)] log π_θ(y_t) - Σ_v sg[c(v)] log π_θ(v)) ]
     c(v) = μ(v) w(v) - α π_θ(v) for the sampler's K most likely tokens v, else 0
     w = 1, or a bounded π_θ/μ, times dppo.py's M if δ > 0;     Â = R - mean R  (of the group)
 
@@ -31,9 +31,9 @@ taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) 
 α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
 is exact.
 
-A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for every token v that is
-too far from μ in the direction of Â, sampled or not. The mean is subtracted at every place, also
-where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0 but for masked v,
+A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for each of the K tokens, and
+for the sampled one, that is too far from μ in the direction of Â. The mean is subtracted at every
+place, also where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0 but for masked v,
 where it is -π_θ(v). So the mask alone makes a drift, which moves masked tokens back to μ: that is
 all that the centring removes.
 
@@ -71,7 +71,8 @@ class Args(Trunk):
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     centre_top: Whole = 20
     """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
-    the vocabulary; 0: no centring (vLLM's own largest number; the paper's is unknown to us)."""
+    the vocabulary; 0: no centring (20 is the most that vLLM reports; the paper's is unknown to
+    us)."""
     weight: Literal["none", "tis", "icepop"] = "none"
     """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
     w_low: NonNegative = 0.5
@@ -96,7 +97,7 @@ def importance_weight(args: Args, ratio: Tensor) -> Tensor:
 def token_weight(args: Args, logp: Tensor, sampler_logp: Tensor, A: Tensor) -> Tensor:
     """w of tokens with these log-probs, by π_θ and by μ, without gradient; A broadcasts to them."""
     weight = importance_weight(args, (logp - sampler_logp).exp())
-    if args.delta > 0:  # tokens of the tail are too rare to be so far from μ
+    if args.delta > 0:
         moved = logp.exp() - sampler_logp.exp()
         weight = torch.where((A * moved > 0) & (moved.abs() > args.delta), 0.0, weight)
     return weight

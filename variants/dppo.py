@@ -168,8 +168,9 @@ if __name__ == "__main__":
 # prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, w uncapped, and
 # (log w)² times 1e-3 on every token. Its page (read in November 2026) calls it the default. Its
 # code of 21 August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square.
-# Nothing pulls a masked token back, but the square does. The header's third command is IPO, except for its
-# average over all tokens, which only changes lr.
+# The mask has no term that pulls a masked token back (that unmasked ones move it: centred.py); the
+# square has. The header's third command is IPO, except for its average over all tokens, which only
+# changes lr.
 #
 # Masks and caps are those of the authors' code and verl's, IPO of prime-rl's code and page. δ is
 # as TRL and verl's script give the paper's, which asks for a large cap.

@@ -50,7 +50,7 @@ Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
-    torchrun -m variants.icepop --correction cis --w_high 3.3           # its paper's
+    torchrun -m variants.icepop --correction cis --w_high 3.3           # β of its paper
     # a node of eight
     torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \
         --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
@@ -176,7 +176,7 @@ if __name__ == "__main__":
 # Differs from the paper in:
 # 1. α and β are OpenRLHF's and verl's for IcePop; the flags name the values of the other
 #    corrections.
-# 2. Advantages without std and ε are the base file's; no KL term.
+# 2. Advantages (without std) and ε are the base file's; no KL term.
 #
 # The default band drops hardly any token of the embedded models (1 in 100,000 over 30 steps, of the
 # mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed

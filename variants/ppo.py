@@ -8,7 +8,8 @@ Objective, over all response tokens y_t, with r = π_θ(y_t) / π_old(y_t) for e
     J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_t, clip(r, 1-ε, 1+ε) Â_t)
     Â_t = δ_t + γλ Â_{t+1},    δ_t = ρ_t + γ V(s_{t+1}) - V(s_t)      (then whitened over the batch)
     ρ_t = -β log(π_old/π_ref), and at the last token + R;    V behind it is 0
-    V is fitted to V̂_t = Â_t + V_old(s_t):    1/2 max{(V - V̂)², (clip(V, V_old ± ε_V) - V̂)²}
+    V is fitted to V̂_t = Â_t + V_old(s_t), where Â is not whitened and λ may be another one, by
+        1/2 max{(V - V̂)², (clip(V, V_old ± ε_V) - V̂)²}
 
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
@@ -20,7 +21,7 @@ output is one number: the reward that is still to come from s_t on. δ_t says ho
 look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
 With λ = 0 there is only δ_t, which has little noise but all mistakes of V.
 
-GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
+GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, its
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
 of a response, a mean over responses, and the KL term in the loss instead of the reward.
 
@@ -167,7 +168,8 @@ def value_loss(
 
 
 def anchors(mask: Tensor) -> Tensor:
-    """1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response, but never on its last one."""
+    """1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response, but not on its last one, if it
+    has two or more."""
     place = mask.cumsum(dim=1) - 1  # [n, T]: a token's number, from 0
     last = mask.sum(dim=1, keepdim=True) - 1  # [n, 1]
     chosen = torch.zeros_like(mask)  # [n, T]
@@ -187,7 +189,8 @@ class Value(Policy):
         super().__init__(lm.base_model)
         self.bounded = bounded
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
-        nn.init.zeros_(self.head.weight)  # at first V is 0, and Â the reward, discounted by λ
+        # At first V is 0 (bounded: 1/2) everywhere, so that Â is the reward, discounted by λ.
+        nn.init.zeros_(self.head.weight)
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
         """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn.
