@@ -31,11 +31,11 @@ taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) 
 α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
 is exact.
 
-A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for each of the K tokens, and
-for the sampled one, that is too far from μ in the direction of Â. The mean is subtracted at every
-place, also where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0 but for masked v,
-where it is -π_θ(v). So the mask alone makes a drift, which moves masked tokens back to μ: that is
-all that the centring removes.
+A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for each of the K tokens,
+and for the sampled one, that is too far from μ in the direction of Â. The mean is subtracted at
+every place, also where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0
+but for masked v, where it is -π_θ(v). So the mask alone makes a drift, which moves masked tokens
+back to μ: that is all that the centring removes.
 
 Base file: minirl.py. Differs from it in:
 1. The centring.
@@ -71,8 +71,7 @@ class Args(Trunk):
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     centre_top: Whole = 20
     """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
-    the vocabulary; 0: no centring (20 is the most that vLLM reports; the paper's is unknown to
-    us)."""
+    the vocabulary; 0: no centring (20 is vLLM's default limit; the paper's is unknown to us)."""
     weight: Literal["none", "tis", "icepop"] = "none"
     """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
     w_low: NonNegative = 0.5
