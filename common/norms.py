@@ -81,9 +81,9 @@ class Tap(torch.autograd.Function):
 
     `squares` `[n]` has no part in the output. Its gradient is used as an accumulator: each tap
     returns its squares as the gradient of `squares`, and autograd adds them up over all taps.
-    `part(x, d_output)` computes them from the module's input `x` and from the gradient at
-    its output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it
-    and makes it again.
+    `part(x, d_output)` computes them from the module's input `x` and from the gradient at its
+    output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it and
+    makes it again.
     """
 
     @staticmethod

@@ -88,19 +88,21 @@ def spending(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     return spent, args.delta + left.clamp(max=0)
 
 
-def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """True `[n, T]` where M = 0, for log π_θ `[n, T]` without gradient."""
+def masked(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """True where M = 0, and where only the prefix's budget does it: two `[n, T]`, for log π_θ
+    `[n, T]` without gradient."""
     spent, threshold = spending(args, logp, batch)  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
     away = A * (logp - batch.rollout_logp) > 0  # [n, T]: the update moves π_θ away from μ
-    return away & ~(spent <= threshold)  # [n, T]: NaN counts as beyond
+    cut = away & ~(spent <= threshold)  # [n, T]: NaN counts as beyond
+    return cut, cut & (spent <= args.delta)
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    cut = masked(args, logp.detach(), batch)  # [n, T]: M = 0
+    cut, _ = masked(args, logp.detach(), batch)  # [n, T]: M = 0
     weight = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ, without gradient
     weight = weight.clamp(max=args.is_cap)  # [n, T]
     objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
@@ -113,8 +115,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Metrics of the loss as pairs (sum, count), without gradient."""
     mask = batch.mask  # [n, T]
-    cut = masked(args, logp, batch)  # [n, T]
-    by_budget = cut & (spending(args, logp, batch)[0] <= args.delta)  # [n, T]: not by δ itself
+    cut, by_budget = masked(args, logp, batch)  # [n, T]
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     return {
         "masked_share": ((cut * mask).sum(), mask.sum()),

@@ -189,7 +189,7 @@ class Value(Policy):
         super().__init__(lm.base_model)
         self.bounded = bounded
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
-        # At first V is 0 (bounded: 1/2) everywhere, so that Â is the reward, discounted by λ.
+        # At first V is 0 everywhere, and Â is R, discounted by λ. Bounded, V is 1/2, and Â R - 1/2.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:

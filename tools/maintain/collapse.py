@@ -58,8 +58,9 @@ def main(fallen: Path, steady: Path) -> None:
             text.set_text(responses[number]["response"][:58])
 
     figure.tight_layout()
-    every = range(len(steps))
-    animation = FuncAnimation(figure, show, frames=[every[-1]] * HELD + list(every))
+    last = len(steps) - 1
+    frames = [last] * HELD + list(range(last + 1))
+    animation = FuncAnimation(figure, show, frames=frames)
     animation.save(PICTURE, PillowWriter(fps=1.5))
 
 
