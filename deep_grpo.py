@@ -53,7 +53,6 @@ from pathlib import Path
 from random import Random  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, Exponent, Several  # <own>
 from common.clock import timed  # <own>
@@ -66,6 +65,7 @@ from common.logprobs import frozen_reference  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.metrics import clip_shares  # <own>
 from common.model import load_model
+from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import Engine, make_engine  # <own>
 from common.run import Run
 import torch
@@ -330,14 +330,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps():
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
+        # 1. Rollout: this rank's P prompts, G responses each. The step number alone decides which
         # prompts are used, so a checkpoint need not save a position in the data.
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
@@ -345,8 +345,8 @@ def main(args: Args, world: World) -> None:
         grown, stats = branches.grow(rollout, rewards, problems)  # <own>
         means.add(**stats)  # <own>
 
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
+        # have about equally many tokens.
         shares = branches.join(rollout, grown)  # <own>
         minibatches = [balance_tokens(part, world) for part in shares]  # <own>
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
@@ -361,7 +361,7 @@ def main(args: Args, world: World) -> None:
                 minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+        # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             first = minibatch is minibatches[0]
@@ -392,6 +392,7 @@ def main(args: Args, world: World) -> None:
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
+        # 5. Log the step; evaluate and save when it is time.
         means.add(**rollout_metrics(rollout, G, task))
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):

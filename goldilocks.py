@@ -53,7 +53,6 @@ from random import Random  # <own>
 from typing import NamedTuple  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, Share  # <own>
 from common.clock import timed  # <own>
@@ -66,6 +65,7 @@ from common.logprobs import frozen_reference  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.metrics import clip_shares  # <own>
 from common.model import load_model
+from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
 from common.run import Run
 import torch
@@ -252,7 +252,8 @@ class Curriculum:
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
         for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
-            micro = batch.rows(rows)
+            # Without rows, where another rank has some left: a pass that nothing is taken from
+            micro = batch.rows(rows if len(rows) else slice(1))
             with torch.set_grad_enabled(targets is not None):
                 f = self.teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)
             if targets is not None:
@@ -336,20 +337,20 @@ def main(args: Args, world: World) -> None:
     for step in run.steps():
         means = Means()
 
-        # Rollout: for each of P slots the candidate from which most can be learned, G responses.
+        # 1. Rollout: for each of P slots the candidate from which most can be learned, G responses.
         chosen = curriculum.choose(step)  # <own>
         problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         means.add(**curriculum.learn(chosen, rewards))  # <own>
 
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
+        # have about equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
@@ -363,7 +364,7 @@ def main(args: Args, world: World) -> None:
                 minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+        # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             first = minibatch is minibatches[0]
@@ -394,6 +395,7 @@ def main(args: Args, world: World) -> None:
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
+        # 5. Log the step; evaluate and save when it is time.
         means.add(**rollout_metrics(rollout, G, task))
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):

@@ -76,20 +76,25 @@ def main() -> None:
     reference = AutoModelForCausalLM.from_pretrained(MODEL)  # π_ref, the model before training
     optimizer = torch.optim.AdamW(policy.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(1, 21):
+        # 1. Rollout
         problems = [draw_problem() for _ in range(P)]
         sequences, mask = sample(policy, [prompt for prompt, _ in problems])  # [N, S], [N, S-1]
+        # 2. Reward and advantages
         texts = tokenizer.batch_decode(sequences, skip_special_tokens=True)
         scores = [float(text.endswith("#" + problems[i // G][1])) for i, text in enumerate(texts)]
         rewards = torch.tensor(scores).view(P, G)
         A = advantages(rewards).view(-1, 1)  # [N, 1]: one for all tokens of a response
+        # 3. Log-probs
         old_logp = log_probs(policy, sequences).detach()  # [N, S-1]: π_old, the policy that sampled
         ref_logp = log_probs(reference, sequences).detach()  # [N, S-1]
-        for rows in torch.arange(P * G).chunk(4):  # four optimiser steps, on four groups each
+        # 4. Update: four optimiser steps, on four groups each
+        for rows in torch.arange(P * G).chunk(4):
             logp = log_probs(policy, sequences[rows])  # [n, S-1]
             policy_loss(logp, old_logp[rows], ref_logp[rows], A[rows], mask[rows]).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+        # 5. Log
         print(f"step {step}: reward {rewards.mean():.2f}, tokens {mask.sum(dim=1).mean():.1f}")
     for when, model in (("before", reference), ("after", policy)):
         sequences, _ = sample(model, ["7*8-9+6="])

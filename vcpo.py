@@ -32,7 +32,7 @@ Differs from grpo.py in:
 3. The baseline and the learning rate, as above; one optimiser step per batch.
 4. One more pass before each update, because b needs the gradient norm of every response. One
    backward pass gives the norms of a whole micro-batch, without any weight gradient
-   (common/norms.py). The update is then grpo.py's loop.
+   (common/scale/norms.py). The update is then grpo.py's loop.
 
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
@@ -53,7 +53,6 @@ import math
 from pathlib import Path
 
 from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput  # <own>
 from common.data import load_task
@@ -63,9 +62,10 @@ from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
-from common.norms import gradient_norms, unsupported_module  # <own>
+from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
 from common.run import Run
+from common.scale.norms import gradient_norms, unsupported_module  # <own>
 import torch
 from torch import Tensor
 
@@ -253,20 +253,20 @@ def main(args: Args, world: World) -> None:
     for step in run.steps():
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
+        # 1. Rollout: this rank's P prompts, G responses each. The step number alone decides which
         # prompts are used, so a checkpoint need not save a position in the data.
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
-        # weights are against μ, what the sampler reported, and correct for staleness and engine at
-        # once. The sampler check needs it.
+        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
+        # not use them: its weights are against μ, what the sampler reported, and correct for
+        # staleness and engine at once. The sampler check needs them.
         # <own>
         # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
         # are about equal.
@@ -288,7 +288,7 @@ def main(args: Args, world: World) -> None:
             means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+        # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         optimizer.param_groups[0]["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
@@ -327,6 +327,7 @@ def main(args: Args, world: World) -> None:
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
+        # 5. Log the step; evaluate and save when it is time.
         means.add(**rollout_metrics(rollout, G, task) | sampled)  # <own>
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):

@@ -88,16 +88,4 @@ def check_long_rows(module: ModuleType) -> None:
         near(gradient == 0, 1 - mask + cut, f"tokens without a gradient, --weight_span {span}")
 
 
-def check_span(module: ModuleType) -> None:
-    """The two lengths give different masks to a short response, and the same to one that is as long
-    as the limit."""
-    gradients = {}
-    for span in ("response", "limit"):
-        args = no_kl(module, weight_span=span, max_new_tokens=6, **FIXTURE["cppo"]["flags"])
-        _, gradients[span] = loss_and_gradient(module, args, **toy_batch())
-    differ = (gradients["response"] != gradients["limit"]).any(dim=1)
-    assert not differ[0], "of a response as long as the limit"
-    assert differ[1:].any(), "no shorter response has another gradient"
-
-
 SHARED = CENTRED

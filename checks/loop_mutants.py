@@ -1,5 +1,5 @@
-"""Damages to the loops and to what they call: name -> what it is. For every check of
-tests/loop/test_loop.py there is one for each kind of fault that it must see."""
+"""Damages to the loops and to what they call, each of which tests/loop/test_loop.py must see:
+name -> what it is."""
 
 from dataclasses import dataclass, field
 
@@ -9,9 +9,7 @@ class Damage:
     old: str  # what stands in the file once
     new: str  # what it becomes
     algorithm: str = "grpo"
-    check: str = "gradients"  # of test_loop.py, which must turn red
     where: str = ""  # the module, if it is not the algorithm's own
-    ranks: int = 1
     flags: dict = field(default_factory=dict)
 
     @property
@@ -53,47 +51,35 @@ DAMAGES = {
         "return float(count)",
         "maspo",
         where="common.distributed",
-        ranks=2,
     ),
     "whole models, each with its own gradient": Damage(
         "if averaged < world.size:",
         "if averaged < world.size - 1:",
         where="common.distributed",
-        ranks=2,
         flags={"shard_ranks": 1},
     ),
     "advantages stay on their rank": Damage(
-        COLUMN, f'if name != "advantages": {COLUMN}', where="common.batch", ranks=2
+        COLUMN, f'if name != "advantages": {COLUMN}', where="common.batch"
     ),
-    "no warm-up": Damage(
-        "args.lr * min(1.0, step / max(1, args.warmup))", "args.lr", check="rates"
-    ),
-    "betas not handed on": Damage('"betas": args.betas, ', "", check="rates"),
+    "no warm-up": Damage("args.lr * min(1.0, step / max(1, args.warmup))", "args.lr"),
+    "betas not handed on": Damage('"betas": args.betas, ', ""),
     # Around the update
-    "the same prompts in every step": Damage(
-        "cursor = (step - 1) * args", "cursor = 0 * args", check="prompts"
-    ),
+    "the same prompts in every step": Damage("cursor = (step - 1) * args", "cursor = 0 * args"),
     "the same prompts on every rank": Damage(
-        "args.prompts_per_step + world.rank * P", "args.prompts_per_step", check="prompts", ranks=2
+        "args.prompts_per_step + world.rank * P", "args.prompts_per_step"
     ),
-    "engine not synced": Damage(f"{BY_SIGN}        engine.sync(policy)\n", BY_SIGN, check="sync"),
+    "engine not synced": Damage(f"{BY_SIGN}        engine.sync(policy)\n", BY_SIGN),
     "greedy at the sampling temperature": Damage(
-        '("greedy", 1, 0.0)',
-        '("greedy", 1, args.temperature)',
-        check="evaluation",
-        where="common.metrics",
+        '("greedy", 1, 0.0)', '("greedy", 1, args.temperature)', where="common.metrics"
     ),
     "mean of micro-batch means": Damage(
-        COUNT,
-        "self.counts[name] = 0.0 if count is None else count",
-        check="metrics",
-        where="common.metrics",
+        COUNT, "self.counts[name] = 0.0 if count is None else count", where="common.metrics"
     ),
-    "metrics of one rank": Damage(SUMS, OWN_SUMS, check="metrics", where="common.metrics", ranks=2),
+    "metrics of one rank": Damage(SUMS, OWN_SUMS, where="common.metrics"),
     # What some files add to the loop
     "threshold of the micro-batch": Damage(LOSS, OF_THE_PART + LOSS, "stapo"),
     "threshold of one rank": Damage(
-        "gather(batch.entropy[among], world)", "batch.entropy[among]", "stapo", ranks=2
+        "gather(batch.entropy[among], world)", "batch.entropy[among]", "stapo"
     ),
     "no replay in the update": Damage(
         f"{REPLAYED}:",
@@ -102,25 +88,22 @@ DAMAGES = {
         where="common.logprobs",
         flags=MOE,
     ),
-    "lr not scaled": Damage("warm_lr * scale", "warm_lr", "vcpo", "rates"),
+    "lr not scaled": Damage("warm_lr * scale", "warm_lr", "vcpo"),
     "norms of the next response": Damage(
         "norms.view_as(log_w)", "norms.roll(1).view_as(log_w)", "vcpo"
     ),
-    "the newest batch first": Damage("queue.popleft()", "queue.pop()", "vcpo", "metrics"),
+    "the newest batch first": Damage("queue.popleft()", "queue.pop()", "vcpo"),
     "the wrong targets": Damage(
         "learning_value(rewards), self.world).cpu()",
         "0.5 - learning_value(rewards), self.world).cpu()",
         "goldilocks",
-        "teacher",
     ),
-    "the fit is not used": Damage(
-        "fit_success(self.feedback)", "fit_success([])", "deep_grpo", "pivots"
-    ),
+    "the fit is not used": Damage("fit_success(self.feedback)", "fit_success([])", "deep_grpo"),
     "branches in the wrong mini-batch": Damage(
         "failed.repeat_interleave(K)", "failed.flip(0).repeat_interleave(K)", "deep_grpo"
     ),
     "a tool's tokens are trained": Damage("sampled=False)", "sampled=True)", "tool"),
     "the critic learns the policy's λ": Damage(
-        "advantages(*known, args.lam_critic)", "advantages(*known, lam)", "ppo", "critic"
+        "advantages(*known, args.lam_critic)", "advantages(*known, lam)", "ppo"
     ),
 }

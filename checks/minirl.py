@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, cut_shares, loss_and_gradient, near, no_kl, one, share, terms
+from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms
 
 
 def weights(b: Batch) -> Tensor:
@@ -35,14 +35,6 @@ CASES = [
     {"length_norm": True},
     {"correct_mismatch": False},
 ]
-
-
-def check_cap(module: ModuleType) -> None:
-    """A token's weight is π_θ/μ down to values near 0, and the cap above it."""
-    logp, mask = one(-5.0, -5.0, -5.0), one(1.0, 1.0, 1.0)
-    batch = {"logp": logp, "old_logp": logp, "rollout_logp": one(-0.5, -5.0, -9.0), "mask": mask}
-    _, gradient = loss_and_gradient(module, no_kl(module), **batch, advantages=one(1.0)[0])
-    near(-gradient, one(0.011109, 1.0, 5.0), "weights", 1e-6)
 
 
 def check_first_order(module: ModuleType) -> None:

@@ -4,24 +4,36 @@ Begin with nano.py, which shows GRPO on one page and needs nothing of this, and 
 modules are for afterwards. In the order in which a step of grpo.py calls them:
     batch         the batch passed between the stages of a step, and its balance over ranks
     distributed   ranks: sharding, exact sums and means, clean stops
+    data          tasks: prompts, as text and as tokens, their answers and their verifier
     rollout       sampling: prompts in, responses and their log-probabilities out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
+    metrics       sums and counts over micro-batches and ranks; the two accuracies of a run
+The others need not be read to understand an algorithm:
+    cli, launch   flags, errors of one line; from the command line to `main`
+    model         loading weights and tokenizer
+    clock         where the time of a step goes
+    run           a run from its start to its end: what is logged, what stops it, what it says
+`tasks/`, what problems and rewards are made of:
+    sources       where they come from: arithmetic, a task file, or a set
+    rows          the rows of files and of sets (hub.json lists sets)
     reward        the verifiers, in bounded processes
     answers       what a response's final answer is, and in which spelling
     equality      whether it equals the reference
-    data          tasks: where prompts and reference answers come from (hub.json lists sets)
-The others need not be read to understand an algorithm:
-    cli, launch     flags, errors of one line; from the command line to `main`
-    model           loading weights and tokenizer
-    metrics         sums and counts over micro-batches and ranks; the two accuracies of a run
-    run, samples    a run's folder: metrics, and some responses token by token
-    curves          metrics.jsonl -> curves.png
-    clock           where the time of a step goes
-    checkpoint      saving, and bit-exact resume
-    vllm            the vLLM engine
-    routing         mixtures of experts: recording and replaying their routing (minirl)
-    norms           the norm of each response's gradient, in one pass (vcpo)
+`records/`, what a run leaves in its folder:
+    checkpoint    saving, and bit-exact resume
+    samples       some responses token by token
+    curves        metrics.jsonl -> curves.png
+    summary       the first, the best and the last accuracy; whether the run fell
+    files         atomic writing, JSON lines, config.json
+`scale/`, what large models need:
+    head          log-probabilities of a vocabulary of 152k tokens, a block of rows at a time
+    vllm          the vLLM engine
+    routing       mixtures of experts: recording and replaying their routing (minirl)
+    norms         the norm of each response's gradient, in one pass (vcpo)
 `tiny/` is the embedded task and its models.
+
+Imports run one way, without a circle: `tasks/` asks for `cli` and `tiny/` alone, `run` alone asks
+for `records/`, and of `scale/` head and routing stand below `logprobs`, vllm below `rollout`.
 """
 
 import os

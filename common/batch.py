@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common.clock import timed
-from common.distributed import World
+from common.distributed import World, from_all
 
 
 class Rollout:
@@ -176,8 +176,7 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
         return batch
     lengths = batch.ends.view(-1, unit).sum(dim=1).tolist()  # tokens of each unit
     widths = {name: column.shape[1] for name, column in vars(batch).items() if column.dim() > 1}
-    shares = [None] * world.size
-    dist.all_gather_object(shares, (lengths, widths))
+    shares = from_all((lengths, widths))
     units = []  # (tokens, rank, place on that rank)
     for rank, (rank_lengths, _) in enumerate(shares):
         units += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]

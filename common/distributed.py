@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.cli import BadInput, Flags, blame, in_one_line, say
-from common.routing import routers
+from common.scale.routing import routers
 
 # How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
 # before an update they have agreed on the number of micro-batches, so they enter it together: a
@@ -29,7 +30,29 @@ from common.routing import routers
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
 COMPILED = 300_000_000  # parameters; a guess: below it, compiling takes longer than it saves
+LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
+
+
+class StopFlag:
+    """SIGINT (Ctrl-C), SIGTERM and SIGUSR1 finish the current step, or the current batch of an
+    evaluation; a second one kills as usual."""
+
+    def __init__(self):
+        self.raised = False
+
+    def listen(self) -> None:
+        """Until this is called a signal ends the program at once."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.raised = True
+        signal.signal(number, signal.SIG_DFL)
+
+    def anywhere(self, world: "World") -> bool:
+        """True on all ranks once one was signalled: they must leave the loop at the same step."""
+        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
 @dataclass
@@ -41,6 +64,7 @@ class World:
     device: torch.device
     store: dist.Store | None = None  # key-value store of all ranks; works after a rank has died
     groups: dict = field(default_factory=dict)  # see update_groups
+    stop: StopFlag = field(default_factory=StopFlag)
     # What must be closed at the end, while the ranks still hear each other; `launch` closes it.
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -112,6 +136,11 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     sharers, _ = update_groups(world, sharing)  # all ranks must create their groups together
     if plain:
         return broadcast_module(policy, world)
+    named = policy.named_parameters(remove_duplicate=False)
+    held = [weight for name, weight in named if LAYER.search(name)]
+    if len(held) > len(set(held)):
+        alone = "use --dtype float32 --shard_ranks 1, without --offload"
+        raise BadInput(f"--model: its layers share weights, which cannot be sharded: {alone}")
     options = {
         "mesh": DeviceMesh.from_group(sharers, world.device.type),
         # Every unit frees its gathered weights after a pass. By default the root waits for a
@@ -243,9 +272,21 @@ def gather(values: Tensor, world: World) -> Tensor:
     """The ranks' vectors, of any lengths, end to end in rank order, on every rank."""
     if world.size == 1:
         return values
-    parts = [None] * world.size
-    dist.all_gather_object(parts, values.cpu())
-    return torch.cat(parts).to(values.device)
+    return torch.cat(from_all(values.cpu())).to(values.device)
+
+
+def from_all(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """The values of all ranks (of a group), in rank order, on every rank."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_rank_0(value: object) -> object:
+    """The first rank's value, on every rank."""
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def total_count(count: float | Tensor, world: World) -> float:
@@ -275,20 +316,3 @@ def divide_gradients(policy: nn.Module, count: float, world: World) -> None:
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
     return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
-
-
-class StopFlag:
-    """SIGINT (Ctrl-C) and SIGTERM finish the current step; a second one kills as usual."""
-
-    def __init__(self):
-        self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._raise)
-
-    def _raise(self, number: int, frame: object) -> None:
-        self.raised = True
-        signal.signal(number, signal.SIG_DFL)
-
-    def anywhere(self, world: World) -> bool:
-        """True on all ranks once one was signalled: they must leave the loop at the same step."""
-        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0

@@ -4,7 +4,6 @@ No `[N, T, V]` tensor is ever held, and what the sampler reported is checked aga
 """
 
 import copy
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,14 +13,10 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
-from common.distributed import Compiled, World, global_sum, shard
-from common.model import Head, add_product, head_of, head_product
-from common.routing import Routing, routers
+from common.distributed import World, global_sum, shard
+from common.scale.head import Pair, Readout, TokenLogprobs, head_of
+from common.scale.routing import Routing, routers
 
-# Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
-BLOCK_ELEMENTS = 2**27
-Pair = tuple[Tensor, Tensor]
-Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
 # The fixed cost of a forward and backward pass, in tokens: of a dense model, of one with experts.
 # Measured on a CPU (150 to 300), estimated on a GPU: FSDP gathers all weights twice in each pass,
 # and few of the experts compute a token.
@@ -73,95 +68,6 @@ class Policy(nn.Module):
         weight = self.lm.lm_head.weight  # [V, H]
         asked = targets, head_of(self.lm, temperature), readout
         return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
-
-
-def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
-    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
-    each row: `[b]`."""
-    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
-    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
-    return logprobs.gather(-1, tokens), statistic
-
-
-def d_product(
-    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
-) -> Tensor:
-    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
-    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
-    logits = head.logits(product)  # [b, V]
-    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-    d_logits.scatter_add_(-1, tokens, d_logp)
-    if head.temperature != 1:
-        d_logits /= head.temperature
-    if head.cap:  # tanh' = 1 - tanh²
-        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
-    return d_logits.to(dtype)
-
-
-# Compiled, they write fewer tensors of that size, and read them less often.
-compiled_read_block = Compiled(read_block)
-compiled_d_product = Compiled(d_product)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
-
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
-    of the first one. Makes the logits a block of rows at a time, and again in the backward pass.
-
-    At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
-    keeps several.
-    """
-
-    @staticmethod
-    def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
-        rows = max(1, BLOCK_ELEMENTS // len(weight))
-        return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        head: Head,
-        readout: Readout | None,
-        compiled: bool = False,
-    ) -> Pair:
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.head, ctx.compiled = head, compiled
-        read = compiled_read_block if compiled else read_block
-        tokens = columns(targets)  # [M, K]
-        logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
-        statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
-        for rows in TokenLogprobs.blocks(hidden, weight):
-            product = head_product(hidden[rows], weight)  # [b, V]
-            part, statistic[rows] = read(product, tokens[rows], head, readout)
-            columns(logp)[rows] = part  # [b, K]
-        ctx.mark_non_differentiable(statistic)
-        return logp, statistic
-
-    @staticmethod
-    def backward(ctx, d_logp: Tensor, _: None) -> tuple:
-        hidden, weight, targets = ctx.saved_tensors
-        tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
-        d_hidden = torch.empty_like(hidden)  # [M, H]
-        # Summed over blocks in float32: in bfloat16 every block would round what came before it.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
-        differentiate = compiled_d_product if ctx.compiled else d_product
-        for rows in TokenLogprobs.blocks(hidden, weight):
-            product = head_product(hidden[rows], weight)  # [b, V]
-            inputs = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
-            gradient = differentiate(*inputs)  # [b, V]
-            d_hidden[rows] = gradient @ weight
-            add_product(d_weight, gradient.T, hidden[rows])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
-
-
-def columns(x: Tensor) -> Tensor:
-    """`[M]` as `[M, 1]`; `[M, K]` as it is."""
-    return x if x.dim() == 2 else x[:, None]
 
 
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:

@@ -1,7 +1,6 @@
 """Metrics of a step, as sums and counts that are divided once; the two accuracies of a run."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -12,8 +11,8 @@ from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.data import Task, texts_of
 from common.distributed import World, global_sum
-from common.reward import Verifier
 from common.rollout import Engine
+from common.tasks.reward import Verifier
 
 
 class Means:
@@ -99,38 +98,38 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
     }
 
 
-LOST = 0.8  # of the best accuracy
-
-
-def fell(accuracies: Sequence[float]) -> bool:
-    """Whether a run with these held-out accuracies, in order, has fallen: it ends below LOST of its
-    best. The one definition of a fall (docs/glossary.md)."""
-    return accuracies[-1] < LOST * max(accuracies)
-
-
 @timed("evaluate")
 def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
     """Accuracy on the held-out problems, over all ranks.
 
     `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses;
-    `example`: the first problem with its greedy response, for samples.jsonl.
+    `example`: the first problem with its greedy response, for samples.jsonl. {} where a signal has
+    asked to stop.
     """
     verifier = task.held_out_verifier or task.verifier
     problems = task.held_out[world.rank :: world.size]  # of this rank
-    prompts = [problem.prompt_ids for problem in problems]
+    most = len(task.held_out[:: world.size])  # problems of a rank: of the first one
     scored = {}  # the sum of the scores
     example = {}
     state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
-        rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
-        texts = texts_of(rollout, task.tokenizer)
-        answers = [problem.answer for problem in problems for _ in range(n)]
-        scores = verifier(texts, answers)
-        scored[name] = sum(scores) / n
-        if name == "greedy" and world.rank == 0:
-            shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
-            example["example"] = shown | {"response": texts[0], "reward": scores[0]}
+        scored[name] = 0.0
+        at_once = max(1, args.rollout_rows // n)  # problems
+        for start in range(0, most, at_once):
+            if world.stop.anywhere(world):
+                engine.load_state_dict(state)
+                return {}
+            part = problems[start : start + at_once]
+            prompts = [problem.prompt_ids for problem in part]
+            rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
+            texts = texts_of(rollout, task.tokenizer)
+            answers = [problem.answer for problem in part for _ in range(n)]
+            scores = verifier(texts, answers)
+            scored[name] += sum(scores) / n
+            if name == "greedy" and world.rank == 0 and start == 0:
+                shown = {"prompt": part[0].prompt, "answer": part[0].answer}
+                example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
     if isinstance(verifier, Verifier):
         verifier.take_killed()  # the next step's `judge_killed` is of its own answers

@@ -5,17 +5,16 @@ import hashlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
 from common.cli import BadInput, blame, say
-from common.distributed import ALONE, World
+from common.distributed import ALONE, World, from_rank_0
+from common.scale.head import head_of, head_product
 
 logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).with_name("tiny")
@@ -36,6 +35,9 @@ def source_of(name: str, flag: str = "--model") -> str:
     if name and Path(source).is_dir():
         if not any(Path(source).glob("*.safetensors")):
             raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
+        both = ("model.safetensors", "model.safetensors.index.json")
+        if all(Path(source, file).exists() for file in both):
+            raise BadInput(f"{flag} {name}: holds {' and '.join(both)}: remove the older weights")
     elif name.count("/") != 1:  # no hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
@@ -49,6 +51,9 @@ def config_of(source: str) -> PreTrainedConfig:
     that name wins over the argument of `from_pretrained`.
     """
     config = AutoConfig.from_pretrained(source, **SAFE)
+    # Before transformers asks for the package of its method
+    if getattr(config, "quantization_config", None):
+        raise ValueError("its weights are quantised: use a checkpoint that is not")
     config._attn_implementation = "sdpa"
     return config
 
@@ -75,11 +80,13 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     # Of the folder's own, transformers refuses some to load and more to save: see `read_json`.
     report["generation_config"] = GenerationConfig()
+    known = None  # by rank 0 alone: EOS, whether the head is the embedding, and which attention
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise ValueError("no tokenizer")  # transformers makes one up
-        options = SAFE | {"config": config_of(source), "dtype": torch.float32}
+        config = config_of(source)
+        options = SAFE | {"config": config, "dtype": torch.float32}
         if world.rank == 0:
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
@@ -87,18 +94,21 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
-            lm.generation_config.eos_token_id = eos
+            # The weights decide: a file may have a head of its own where config.json says tied.
+            tied = lm.lm_head.weight is lm.get_input_embeddings().weight
+            known = eos, tied, lm.config._attn_implementation
             # For config.json: a resumed run must begin from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
             lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
-        else:
-            with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(**options).eval()
     if world.size > 1:
-        eos = [lm.generation_config.eos_token_id]
-        dist.broadcast_object_list(eos)
-        lm.generation_config.eos_token_id = eos[0]
+        known = from_rank_0(known)
+    eos, config.tie_word_embeddings, config._attn_implementation = known
+    if world.rank > 0:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(**options).eval()
+    lm.config.tie_word_embeddings = config.tie_word_embeddings
+    lm.generation_config.eos_token_id = eos
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
@@ -125,27 +135,41 @@ def check_weights(loaded: dict) -> None:
 
 
 def check_structure(lm: PreTrainedModel) -> None:
-    """Refuse models that `Policy` cannot compute, or would compute wrongly."""
+    """Refuse models that `Policy` cannot compute, or would compute wrongly. Where sdpa is not the
+    model's attention, choose eager."""
     name = type(lm).__name__
     if lm.config.get_text_config() is not lm.config:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
-    if hasattr(lm.config, "quantization_config"):
-        raise ValueError(f"{name} is quantised: use a checkpoint that is not")
+    if lm.base_model is lm or not hasattr(getattr(lm, "lm_head", None), "weight"):
+        raise ValueError(f"{name} has no lm_head over a base model: not supported")
     # These types look at the longest row of a micro-batch: log-probs would depend on other rows.
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
             raise ValueError(
                 f"RoPE type {kind} scales by the batch's longest row: use another model"
             )
-    ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 4).long()[None]  # [1, 4]
+    some = torch.linspace(0, len(lm.lm_head.weight) - 1, 12).long()  # [12]
+    ids = torch.stack([some[:8], torch.cat([some[:4], some[8:]])])  # [2, 8]: they begin alike
+
+    def gap(ours: Tensor, theirs: Tensor) -> float:
+        return (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+
     with torch.no_grad():
-        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 4, H]
-        product = head_product(hidden, lm.lm_head.weight)  # [1, 4, V]
-        ours = head_of(lm).logits(product).log_softmax(-1)  # [1, 4, V]
-        theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 4, V]
-    gap = (ours - theirs).abs().max().item()
-    if gap > 1e-4:  # rounding: 1e-6
-        raise ValueError(f"{name} makes other logits of its head's product: off by {gap:.2g}")
+        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [2, 8, H]
+        ours = head_of(lm).logits(head_product(hidden, lm.lm_head.weight))  # [2, 8, V]
+        theirs = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
+        lm.set_attn_implementation("eager")  # the plain formula, with all that a family adds to it
+        plain = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
+    off = gap(ours, theirs)
+    if off > 1e-4:  # rounding: 1e-6
+        raise ValueError(f"{name} makes other logits of its head's product: off by {off:.2g}")
+    off = gap(ours[0, :4], ours[1, :4])
+    if off > 1e-3:
+        raise ValueError(f"{name} is not causal: later tokens change earlier logits by {off:.2g}")
+    if gap(theirs, plain) > 1e-3:  # Gemma 2 caps scores, sdpa does not
+        say(f"{name}: sdpa is not its attention, so eager is used: slower, and more memory")
+    else:
+        lm.set_attn_implementation("sdpa")
 
 
 def read_json(source: str, name: str) -> dict:
@@ -179,50 +203,3 @@ def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         first = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
         return [first] if tokenizer.added_tokens_decoder[first].special else []
     return []
-
-
-def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden `[..., H]` @ weight `[V, H]` transposed: `[..., V]`, float32.
-
-    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
-    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
-    disagree, and no ratio would be 1. (CPUs have no such kernel.)
-    """
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        flat = hidden.flatten(0, -2)  # [b, H]
-        product = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
-        return product.unflatten(0, hidden.shape[:-1])
-    return nn.functional.linear(hidden, weight).float()
-
-
-class Head(NamedTuple):
-    """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
-    them softly (0: it does not), over a temperature."""
-
-    temperature: float = 1.0
-    cap: float = 0.0
-
-    def logits(self, product: Tensor) -> Tensor:
-        """`[..., V]` -> `[..., V]`, float32."""
-        if self.cap:
-            product = self.cap * torch.tanh(product / self.cap)
-        return product if self.temperature == 1 else product / self.temperature
-
-
-def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
-    """A model's head, by what families call their factor and their cap in config.json."""
-    factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
-    divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
-    return Head(temperature * divisor / factor, cap)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total [V, H]`, float32, += `left [V, b]` @ `right [b, H]`.
-
-    On a GPU inside the product's kernel: nothing is rounded to bfloat16, written and read again.
-    """
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right

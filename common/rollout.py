@@ -4,7 +4,6 @@ Token ids cross between sampler and trainer, never text: encoded again, a text m
 """
 
 import copy
-import re
 from typing import Protocol
 
 import torch
@@ -15,15 +14,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
 from common.batch import Rollout
-from common.cli import Flags, RunStopped
+from common.cli import Flags, RunStopped, blame
 from common.clock import timed
-from common.distributed import World, broadcast_module, full_parameters
-from common.model import head_of, head_product
-from common.routing import Routing
+from common.distributed import LAYER, World, broadcast_module, full_parameters
+from common.logprobs import Policy, response_logprobs
+from common.scale.head import head_of, head_product
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
-LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
 
 
 class Engine(Protocol):
@@ -82,15 +80,30 @@ class HFEngine:
         # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
         self.sync_dtype = None if self.float8 else precision
         self.lm = broadcast_module(copy.deepcopy(lm), world).eval().requires_grad_(False)
-        for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
-            parameter.data = parameter.data.to(precision)
-        self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
+        policy = Policy(self.lm)
+        self.device, self.max_rows, self.routing = world.device, max_rows, policy.routing
         self.reports_experts = experts and self.routing.active
         self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Each rank has its own seed; the same run draws the same samples again.
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
+        with blame(f"--rollout hf: cannot sample {type(lm).__name__}, use --rollout vllm"):
+            self._check_cache(policy)
+        for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
+            parameter.data = parameter.data.to(precision)
+
+    @timed("load")
+    def _check_cache(self, policy: Policy) -> None:
+        """Refuse a model that has other log-probs with a cache than without: some families' caches
+        know neither padding nor rows. Two contexts of unequal length, of which one ends earlier."""
+        state = self.state_dict()
+        found = self.generate([[1], [*range(9)]], 2, 12, 1.0, prefixes=[[], [1, 2, 3]])
+        self.load_state_dict(state)
+        logp, _ = response_logprobs(policy, found, 1.0)
+        gap = (logp - found.rollout_logp).abs().max().item()
+        if gap > 0.005:  # rounding: 1e-5
+            raise ValueError(f"its cache changes log-probs by {gap:.2g}")
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
@@ -154,8 +167,10 @@ class HFEngine:
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
         # Each prompt was read once; now it branches into n rows.
-        cache.batch_repeat_interleave(n)
-        no_window = all(type(layer) is DynamicLayer for layer in cache.layers)  # no sliding one
+        cache.reorder_cache(torch.arange(len(contexts), **on).repeat_interleave(n))
+        # No sliding window, and an attention that takes a mask of True and False
+        no_window = all(type(layer) is DynamicLayer for layer in cache.layers)
+        no_window &= self.lm.config._attn_implementation == "sdpa"
         logits = logits.repeat_interleave(n, 0)  # [N, V]
         attention = attention.repeat_interleave(n, 0)  # [N, width]
         length = length.repeat_interleave(n)  # [N]
@@ -182,7 +197,7 @@ class HFEngine:
             if len(going) == 0:
                 break
             if len(going) < len(alive):  # finished rows leave: the few long ones go on without them
-                cache.batch_select_indices(going)
+                cache.reorder_cache(going)
                 alive, token = alive[going], token[going]
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
@@ -248,7 +263,7 @@ def make_engine(
     tokens were the most likely ones at each place, so many (at most the vocabulary).
     """
     if args.rollout == "vllm":
-        from common.vllm import VLLMEngine
+        from common.scale.vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world, record_experts, record_top)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype

@@ -1,155 +1,42 @@
-"""A run: its folder with metrics, samples, curves and summary; resuming it; its messages."""
+"""A run: its folder with metrics, samples, curves and summary; its checks and its messages."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
-from itertools import count, takewhile
+from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.batch import Rollout
 from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
-from common.curves import draw_curves
 from common.data import Task
-from common.distributed import StopFlag, World
+from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
-from common.metrics import Means, fell
+from common.metrics import Means
 from common.model import check_saving
-from common.samples import Samples, before_and_after
-
-
-# What may change on resume: how long, where, how often, and what trades memory for time
-FREE_ON_RESUME = set(
-    """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
-    sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
-    gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
+from common.records.checkpoint import (
+    checkpoint_to_resume,
+    cut_back,
+    folder_to_resume,
+    how_to_continue,
 )
-# Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
-FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
-
-
-def numbered(name: Path) -> Iterator[Path]:
-    """The folders name, name.2, name.3, ..."""
-    yield name
-    for number in count(2):
-        yield name.with_name(f"{name.name}.{number}")
-
-
-def new_folder(name: Path) -> Path:
-    """A new folder `name`, or, where that is not empty, name.2, name.3, ..."""
-    for folder in numbered(name):
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            if not any(folder.iterdir()):
-                # Of two runs that start at once only one makes this file.
-                (folder / "metrics.jsonl").touch(exist_ok=False)
-                return folder
-
-
-def folder_to_resume(name: Path, named: bool) -> Path:
-    """The folder `name`, if the user has named it and it has a checkpoint; else the newest of name,
-    name.2, ... that has one. `name`, if there is none."""
-    saved = [folder for folder in takewhile(Path.is_dir, numbered(name)) if checkpoints(folder)]
-    if name in saved and named:
-        return name
-    return saved[-1] if saved else name
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; other names are ignored."""
-    paths = (folder / "checkpoints").glob("step_*")
-    complete = [path for path in paths if re.fullmatch("step_[0-9]{6,}", path.name)]
-    return sorted(complete, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def how_to_continue(folder: Path) -> str:
-    """Advice for a run in `folder` that had to stop."""
-    return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
-
-
-def saved_config(folder: Path) -> dict:
-    """config.json of the run in `folder`; empty if there is none or another program wrote it."""
-    path = folder / "config.json"
-    with blame(f"{path}: damaged, no JSON"):
-        config = json.loads(path.read_bytes()) if path.is_file() else {}
-        return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
-
-
-def changed_flags(saved: dict, config: dict) -> list[str]:
-    """The names under which two runs differ, but for those of FREE_ON_RESUME, and for what a run of
-    an older version did not write."""
-    names = config.keys() & saved.keys() - FREE_ON_RESUME - {"id", "history"}
-    return sorted(name for name in names if saved[name] != config[name])
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        yield partial
-        sync(partial)  # else a power loss could leave the new name with nothing in it
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some file systems cannot do it for folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def as_lines(rows: list[dict]) -> str:
-    """Rows as JSON lines. JSON has no NaN and no infinities: they become null."""
-    plain = (json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows)
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in plain)
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
-    if not path.is_file():  # reading a pipe could wait for ever
-        raise BadInput(f"{path}: no such file")
-    lines = path.read_bytes().splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            rows.append(row | {"step": int(row["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
-                raise BadInput(f"{path}:{number}: damaged, repair or remove the line") from error
-    return rows
-
+from common.records.curves import draw_run
+from common.records.files import append, new_folder, read_lines, saved_config, write
+from common.records.samples import Samples, before_and_after
+from common.records.summary import ending_of, summary_of
 
 START = time.perf_counter()  # of the program, nearly
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 # Largest mean |log π_old - log μ| by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-ROWS = ("metrics.jsonl", "samples.jsonl")  # lines, cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 
 
@@ -181,57 +68,25 @@ class Run:
         self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
-        config["weights"] = self._rank_0s(getattr(task.tokenizer, "weights", ""))  # of --model
+        config["weights"] = from_rank_0(getattr(task.tokenizer, "weights", ""))  # of --model
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
-        if task.fingerprint != self._rank_0s(task.fingerprint):
+        if task.fingerprint != from_rank_0(task.fingerprint):
             raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # to continue from
         self.repair = None  # what --back_to changes: flag -> value before and after
         if args.back_to and not args.resume:
             raise BadInput(f"--back_to {args.back_to}: goes with --resume")
         if args.resume:
-            self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
-            self._check_resume()
-
-    def _rank_0s(self, value: object) -> object:
-        """The first rank's value, on every rank."""
-        shared = [value]
-        dist.broadcast_object_list(shared)
-        return shared[0]
-
-    def _check_resume(self) -> None:
-        """Choose the checkpoint, and refuse what cannot be resumed, before anything is loaded."""
-        saved, back_to = checkpoints(self.folder), self.args.back_to
-        if not saved:
-            if self.args.resume != "auto":
-                raise BadInput(f"--resume: no checkpoint in {self.folder}")
-            self.say(f"no checkpoint of this run in {self.folder}: starting anew")
-            return
-        self.checkpoint = saved[-1]
-        config = saved_config(self.folder)
-        changed = changed_flags(config, self.config)
-        history = config.get("history", [])
-        gone_back = bool(history) and history[-1]["back_to"] == back_to
-        if back_to and (changed or not gone_back):  # else the same command was started again
-            steps = {step_of(path): path for path in saved}
-            if back_to not in steps:
-                there = ", ".join(map(str, steps))
-                raise BadInput(f"--back_to {back_to}: {self.folder} has checkpoints of {there}")
-            self.checkpoint = steps[back_to]
-            self.repair = {}
-        of_the_algorithm = set(asdict(self.args)) - {field.name for field in fields(Flags)}
-        repairs = of_the_algorithm - FIXED | {"rollout_dtype"}  # what --back_to may change
-        for name in changed:
-            was, now = config.get(name), self.config[name]
-            if self.repair is None or name not in repairs:
-                raise BadInput(f"--resume: {self.folder} has {name} {was!r}, not {now!r}")
-            self.repair[name] = [was, now]
-        if self.world.rank == 0:
-            self._lock_folder()
+            self.folder = from_rank_0(folder_to_resume(self.folder, bool(args.run_dir)))
+            self.checkpoint, self.repair = checkpoint_to_resume(self.folder, args, self.config)
+            if self.checkpoint is None:
+                self.say(f"no checkpoint of this run in {self.folder}: starting anew")
+            elif world.rank == 0:
+                self._lock_folder()
 
     def _lock_folder(self) -> None:
         """Let no other process use the folder until this program ends."""
@@ -267,14 +122,14 @@ class Run:
                         config=self.config,
                     )
             if done:
-                self._continue()
+                cut_back(self.folder, done, args.steps, self.repair is not None)
             else:
                 with blame(f"--run_dir {self.folder}: cannot be used"):
                     self.folder = new_folder(self.folder)
                 self._lock_folder()
-            self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-        self.folder = self._rank_0s(self.folder)
-        self.stop = StopFlag()  # until here a signal ends the program at once
+            write(self.folder / "config.json", json.dumps(self.config, indent=2) + "\n")
+        self.folder = from_rank_0(self.folder)
+        self.world.stop.listen()
         if self.wandb:
             self.wandb.name = self.folder.name  # perhaps run.2
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
@@ -282,42 +137,7 @@ class Run:
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
             f"steps {done + 1} to {args.steps}; results in {self.folder}",
         )
-        SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
-
-    def _continue(self) -> None:
-        """Forget what was done after the checkpoint; with --back_to, set it aside. Refuse without
-        the metrics of every step."""
-        if self.done > self.args.steps:
-            raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-        kept, later = {}, {}
-        for name in ROWS:
-            if (self.folder / name).exists():
-                rows = read_lines(self.folder / name)
-                kept[name] = [row for row in rows if row["step"] <= self.done]
-                later[name] = [row for row in rows if row["step"] > self.done]
-        steps = [row["step"] for row in kept.get("metrics.jsonl", [])]
-        if steps != list(range(self.done + 1)):
-            path = self.folder / "metrics.jsonl"
-            raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
-        if self.repair is not None:
-            self._set_aside(later)
-        for name, rows in kept.items():
-            self._write(name, as_lines(rows))
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
-
-    def _set_aside(self, later: dict[str, list[dict]]) -> None:
-        """Keep the lines and the checkpoints after the step of --back_to in a folder beside."""
-        beside = new_folder(self.folder / f"after_{self.done}")
-        for name, rows in later.items():
-            self._write(f"{beside.name}/{name}", as_lines(rows))
-        for path in checkpoints(self.folder):
-            if step_of(path) > self.done:
-                path.rename(beside / path.name)
-        self.say(f"back to step {self.done}; what came after it is in {beside}")
-
-    def _write(self, name: str, text: str) -> None:
-        with atomic_write(self.folder / name) as path:
-            path.write_text(text)
+        SECONDS["load"] += time.perf_counter() - self.since - sum(SECONDS.values())
 
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
@@ -354,7 +174,7 @@ class Run:
         line = {"step": step} | metrics | self._seconds()
         line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
         self.done = step
-        self.stopping = self.stop.anywhere(self.world)
+        self.stopping = self.world.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
         if self.wandb:
             self.wandb.log(line, step=step)
@@ -375,9 +195,7 @@ class Run:
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
-            with (self.folder / name).open("a") as file:
-                file.write(as_lines(rows))
-            sync(self.folder / name)
+            append(self.folder / name, rows)
 
     def check_gradient(self, norm: float, batch: Rollout) -> dict[str, tuple]:
         """Stop the run if the norms of MOST_SKIPPED gradients in a row were no numbers, and leave
@@ -424,13 +242,15 @@ class Run:
         if self.world.rank > 0:
             return
         self.bar.close()
-        curves = draw_run(self.folder)
+        curves = draw_run(self.folder) if self.done else ""
         if self.done < self.args.steps:
             self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
             return
         lines = read_lines(self.folder / "metrics.jsonl")
+        if "greedy" not in lines[-1]:
+            self.say(f"step {self.done} is not evaluated: a signal came; below is an earlier step")
         summary = summary_of(lines)
-        self._write("summary.json", json.dumps(summary, indent=2) + "\n")
+        write(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         samples = self.folder / "samples.jsonl"
         if samples.is_file():
             self.say(*before_and_after(read_lines(samples)), "")
@@ -445,34 +265,3 @@ class Run:
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         if samples.is_file():
             self.say(f"\nlook at it: python -m tools.page {self.folder}")
-
-
-def draw_run(folder: Path) -> Path:
-    """Draw the run in `folder`; the path of its curves.png."""
-    config = saved_config(folder)
-    if not config:
-        raise BadInput(f"{folder}: holds no run")
-    figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
-    with atomic_write(folder / "curves.png") as partial:
-        figure.savefig(partial, dpi=100, format="png")
-    return folder / "curves.png"
-
-
-def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, the best (greedy) with its step, whether
-    the run fell, and its seconds."""
-    measured = [line for line in lines if "greedy" in line]
-    best = max(measured, key=lambda line: line["greedy"])
-    summary = {"best": best["greedy"], "best_step": best["step"]}
-    summary["fell"] = fell([line["greedy"] for line in measured])
-    for how in ("greedy", "sampled"):
-        summary[f"{how}_before"] = lines[0][how]
-        summary[f"{how}_after"] = measured[-1][how]
-    return summary | {"seconds": sum(line["seconds"] for line in lines)}
-
-
-def ending_of(summary: dict) -> str:
-    """`best 0.79 at step 5, now 0.18: it fell`"""
-    best = f"best {summary['best']:.2f} at step {summary['best_step']}"
-    ending = f"{best}, now {summary['greedy_after']:.2f}"
-    return f"{ending}: it fell" if summary["fell"] else ending

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import BadInput, in_one_line
-from common.run import read_lines
+from common.records.files import read_lines
 import checks
 from tools import arguments, compare
 from checks.files import ROOT, algorithms

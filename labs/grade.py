@@ -5,8 +5,8 @@ micro-batches and, if you wrote `measures`, the metrics.
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
 Which exercise it is, say --exercise, the file's name, or its first line, which labs.blank writes.
-Exit code 0 if all checks hold, 1 if one does not, 2 if FILE is no exercise. --hint names the
-mistake that would produce exactly these numbers, if there is a known one.
+Exit code 0 if all checks hold, 1 if one does not, 2 if FILE is no exercise. --hint names, for each
+check that fails, the known mistakes that would produce its numbers.
 
 The file runs in a process of its own with limits on time and memory. That protects against
 accidents, not against a file that is made to cheat or to do harm: read other people's files first.
@@ -43,6 +43,8 @@ SECONDS = 30  # for one check: the slowest takes one
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
 # Asked for when the others hold: metrics, every flag, sums of micro-batches
 LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
+TEXTBOOK = "equal rewards not made 0"
+NO_REFERENCE = "If β = 0 there is no reference: batch.ref_logp is None, the KL term left out"
 Check = Callable[[ModuleType], None]
 
 
@@ -220,22 +222,38 @@ def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
 
 
 def hint(name: str, failed: dict[Check | None, str]) -> str:
-    """The known mistake with exactly these verdicts, or with the first one, or else what the first
-    check that failed asks for."""
+    """Of the checks that are told (the core, while one of it fails): the known mistake with exactly
+    their verdicts, or else, for each that fails, the known mistakes with its verdict, or what it
+    asks for. The textbook's std comes last: it hides no other mistake."""
     failed = {check: re.sub(r" at line \d+: .*(?= \()", "", why) for check, why in failed.items()}
-    first, reason = next(iter(failed.items()))
-    if first is None or "TODO" in reason:
+    if None in failed or "TODO" in next(iter(failed.values())):
         return "Make the file run first; a TODO is what you are to write."
-    alike, nowhere = [], Path()
+    every = checks_of(name)
+    core = [check for check in every if not comes_later(check)]
+    told = core if any(check in failed for check in core) else every
+    exact, alike = [], {check: [] for check in told if check in failed}
     for damage, module in damages(name):
-        if all(verdict(module, one, nowhere) == failed.get(one, "") for one in checks_of(name)):
-            return f"'{damage}' has just this effect."
-        if verdict(module, first, nowhere) == reason:
-            alike.append(damage)
-    if alike:
-        return f"'{alike[0]}' would explain: {plain_name(first)}."
-    asked = first.__doc__ if name in MODULES else exercise_checks.CHECKS[name][first]
-    return f"{plain_name(first)}: {' '.join(asked.split())}"
+        verdicts = {check: verdict(module, check, Path()) for check in told}
+        if all(verdicts[check] == failed.get(check, "") for check in told):
+            exact.append(damage)
+        for check, names in alike.items():
+            names += [damage] if verdicts[check] == failed[check] else []
+    if exact:
+        return f"{either(exact)} has just this effect."
+    explained: dict[str, list[str]] = {}
+    for check, names in sorted(alike.items(), key=lambda found: TEXTBOOK in found[1]):
+        if names:
+            explained.setdefault(f"{either(names)} would explain", []).append(plain_name(check))
+        elif "NoneType" in failed[check]:
+            explained.setdefault(NO_REFERENCE, []).append(plain_name(check))
+        elif "TODO" not in failed[check] and check.__name__ != "check_fixture":
+            asked = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]
+            explained[f"Asked is: {' '.join(asked.split()).rstrip('.')}"] = [plain_name(check)]
+    return " ".join(f"{what} ({', '.join(names)})." for what, names in explained.items())
+
+
+def either(names: list[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
 
 
 def plain_name(check: Check | None) -> str:

@@ -39,8 +39,8 @@ from types import ModuleType
 
 import numpy as np
 from common.cli import BadInput, in_one_line
-from common.curves import series, smooth
-from common.run import atomic_write, read_lines
+from common.records.curves import series, smooth
+from common.records.files import atomic_write, read_lines
 from checks import replaced
 from checks.files import ROOT
 from tools import arguments

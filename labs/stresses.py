@@ -18,7 +18,7 @@ from types import ModuleType
 
 from common.cli import BadInput, blame, in_one_line
 from common.distributed import World
-from common.launch import launch
+from common.launch import launch, parse
 from common.rollout import LAYER, ROUTERS
 from common.run import Run
 from common.tiny.arithmetic import KINDS
@@ -165,6 +165,19 @@ def stressed(path: Path, name: str) -> ModuleType:
     return module
 
 
+def flags_under(name: str, module: ModuleType, words: list[str]) -> list[str]:
+    """A command line of the module, with the flags of a stress behind it: the last word counts.
+    BadInput for a wrong flag."""
+    argv = sys.argv
+    try:
+        sys.argv = [module.__name__, *words]
+        args = parse(module.Args)
+    finally:
+        sys.argv = argv
+    rows = args.prompts_per_step * args.group_size
+    return [*words, *STRESSES[name].flags(rows).split()]
+
+
 def main() -> None:
     """One run, whose metrics.jsonl labs.race reads."""
     parser = arguments(__doc__, "labs.stresses")
@@ -174,6 +187,7 @@ def main() -> None:
     words = parser.parse_args()
     try:
         module = stressed(words.file, words.stress)
+        words.flags = flags_under(words.stress, module, words.flags)
     except BadInput as error:
         parser.error(in_one_line(error))
     # No curves; a summary, though empty, says that the run has reached its end.

@@ -4,7 +4,7 @@ import functools
 import importlib
 from dataclasses import replace
 
-from common.reward import Verifier
+from common.tasks.reward import Verifier
 from common.tiny.arithmetic import arithmetic_reward
 from checks import measured, terms
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)

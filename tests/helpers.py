@@ -52,7 +52,7 @@ def module_of(algorithm: str) -> object:
 
 def run_here(main: Callable, *flags: object) -> int:
     """`python file.py FLAGS` in this process; returns the exit code."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in signals}
     sys.argv = ["grpo.py", *map(str, flags)]
     try:

@@ -7,7 +7,7 @@
     explorer      an HTML page that shows what each loss does to a token
     make_tiny     the embedded models, trained again
     make_smollm2  a real model, from a PyPI package
-`port` has the losses as plug-ins for TRL and verl, `maintain` what keeps this project together.
+`maintain` has what keeps this project together.
 """
 
 import argparse

@@ -17,9 +17,9 @@ from statistics import fmean, stdev
 
 import numpy as np
 from common.cli import BadInput, in_one_line, say
-from common.curves import PANELS, ROUNDING, series, sheet, smooth
-from common.metrics import fell
-from common.run import atomic_write, read_lines, saved_config
+from common.records.curves import PANELS, ROUNDING, series, sheet, smooth
+from common.records.files import atomic_write, read_lines, saved_config
+from common.records.summary import fell
 from tools import arguments
 
 # Flags that do not change the training

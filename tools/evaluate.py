@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
-from common.checkpoint import first_failure
 from common.cli import BadInput, Count, Flags, blame, broken_rule
-from common.data import Problem, Task, as_problem, load_task, rows_of, texts_of
+from common.data import Problem, Task, as_problem, load_task, texts_of
 from common.distributed import World, global_sum, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.model import load_model
-from common.reward import Verifier
+from common.records.checkpoint import first_failure
+from common.records.checkpoint import checkpoints
+from common.records.files import as_lines, saved_config
 from common.rollout import make_engine
-from common.run import as_lines, checkpoints, saved_config
+from common.tasks.reward import Verifier
+from common.tasks.rows import rows_of
 from common.tiny import arithmetic
 import torch
 import torch.distributed as dist

@@ -58,7 +58,13 @@ GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss 
     "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
-WINDOW, RISEN, HALVED, FALLEN, LOST = 10, 2.0, 0.5, 0.9, 0.5  # see `marks`
+# Part 3: where its buttons lead, found once by this rule, whose numbers the page states
+RULE = {"window": 10, "risen": 2.0, "halved": 50.0, "fallen": 90.0, "lost": 50.0}
+MARKS = [
+    {"kind": "rises", "step": 24, "name": "weight_max"},
+    {"kind": "falls", "step": 41, "name": "reward"},
+    {"kind": "late", "step": 53, "name": "reward"},
+]
 
 
 # A token's weight
@@ -222,56 +228,16 @@ def stored(path: Path) -> dict:
     return run
 
 
-def means(curve: list) -> dict[int, float]:
-    """Step -> the mean of a curve over the WINDOW values up to it."""
-    values = [value for _, value in curve]
-    ends = range(WINDOW, len(curve) + 1)
-    return {curve[end - 1][0]: sum(values[end - WINDOW : end]) / WINDOW for end in ends}
-
-
-def moved(curve: list) -> tuple[int, str] | None:
-    """The first step at which the mean is RISEN or HALVED times the first mean, and which."""
-    found = means(curve)
-    first = next(iter(found.values()), 0)
-    if first <= 0:
-        return None
-    for step, mean in found.items():
-        if mean >= RISEN * first:
-            return step, "rises"
-        if mean <= HALVED * first:
-            return step, "halves"
-    return None
-
-
-def marks(healthy: dict, collapse: dict) -> list[dict]:
-    """What rises or halves first in the collapse, and does not do so in the healthy run; where its
-    reward was for the last time near its best (FALLEN of it), and where at LOST of its best."""
-    found = []
-    for name, curve in collapse["curves"].items():
-        move, usual = moved(curve), moved(healthy["curves"].get(name, []))
-        if name != "reward" and move and (not usual or usual[1] != move[1]):
-            found.append({"kind": move[1], "step": move[0], "name": name})
-    found = sorted(found, key=lambda mark: mark["step"])[:1]
-    reward = means(collapse["curves"]["reward"])
-    for kind, share in (("falls", FALLEN), ("late", LOST)):
-        last = max(step for step, mean in reward.items() if mean >= share * max(reward.values()))
-        found.append({"kind": kind, "step": last, "name": "reward"})
-    return found
-
-
 def two_runs(healthy: dict, collapse: dict) -> dict:
     """What part 3 needs. Of both runs it shows the steps nearest to the healthy run's and marks."""
-    found = marks(healthy, collapse)
-    wanted = [row["step"] for row in healthy["rows"]] + [mark["step"] for mark in found]
+    wanted = [row["step"] for row in healthy["rows"]] + [mark["step"] for mark in MARKS]
     steps = set()
     for run in (healthy, collapse):
         near = {min(run["rows"], key=lambda row: abs(row["step"] - s))["step"] for s in wanted}
         run["rows"] = [row for row in run["rows"] if row["step"] in near]
         steps |= near
-    rule = {"window": WINDOW, "risen": RISEN, "fallen": 100 * FALLEN, "lost": 100 * LOST}
-    rule["halved"] = 100 * HALVED
     shown = filled(page.TEMPLATE, {"runs": [healthy, collapse]})
-    return {"marks": found, "steps": sorted(steps), "rule": rule, "runs": shown}
+    return {"marks": MARKS, "steps": sorted(steps), "rule": RULE, "runs": shown}
 
 
 def main(out: Path) -> None:
@@ -286,7 +252,7 @@ def main(out: Path) -> None:
         "group": group_tables(),
         "words": json.loads(WORDS.read_text("utf-8")),
     }
-    write(TEMPLATE, data, out)
+    write(TEMPLATE, data | page.overview_beside(out), out)
 
 
 if __name__ == "__main__":

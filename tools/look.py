@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from common.cli import BadInput
-from common.run import atomic_write
+from common.records.files import atomic_write
 
 
 def short(value: float, digits: int) -> float:

@@ -42,8 +42,8 @@ from checks.files import MODULES
 from common import model as loading
 from common.cli import BadInput, Flags, blame, say
 from common.launch import parse
-from common.logprobs import TokenLogprobs, entropies
-from common.model import Head
+from common.logprobs import entropies
+from common.scale.head import Head, TokenLogprobs
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 

@@ -19,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.cli import BadInput, in_one_line
-from common.curves import ROUNDING
-from common.run import ending_of, read_lines, saved_config, summary_of
+from common.records.curves import ROUNDING
+from common.records.files import read_lines, saved_config
+from common.records.summary import ending_of, summary_of
 
 from checks.files import MODULES
 from tools import arguments
@@ -111,13 +112,18 @@ def run_data(folder: Path, every: int) -> dict:
     }
 
 
+def overview_beside(out: Path) -> dict:
+    """A link back to the list of pages, which docs/ has."""
+    return {"overview": "index.html"} if (out.parent / "index.html").is_file() else {}
+
+
 def main(runs: list[Path], out: Path, every: int = 1) -> None:
     """Write the page and print where it is."""
     if len(runs) > 2:
         raise BadInput(f"{len(runs)} runs: the page shows two")
     if every < 1:
         raise BadInput(f"--every {every}: must be 1 or more")
-    write(TEMPLATE, {"runs": [run_data(run, every) for run in runs]}, out)
+    write(TEMPLATE, {"runs": [run_data(run, every) for run in runs]} | overview_beside(out), out)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def spending(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
         span = torch.full_like(span, args.max_new_tokens)
     weight = 1 - (1 - args.weight_min) * before / (span - 1).clamp(min=1)  # [n, T]: w
     only = torch.where(mask > 0, divergence, torch.nan)  # [n, T]
-    budget = only.nanquantile(0.9, dim=1, keepdim=True)  # [n, 1]: b
+    budget = only.nanquantile(0.9, dim=1, keepdim=True) if len(only) else span  # [n, 1]: b
     budget = budget.clamp(args.budget_low, args.budget_high)
     spent = weight * divergence  # [n, T]: w D
     left = (budget * weight - spent) * mask  # [n, T]: what a token leaves of its budget

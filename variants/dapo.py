@@ -190,11 +190,11 @@ LOOP = """
 +    # What else a checkpoint holds: each has a state_dict.
 +    parts = {"engine": engine, "draws": draws}
 
--        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
+-        # 1. Rollout: this rank's P prompts, G responses each. The step number alone decides which
 -        # prompts are used, so a checkpoint need not save a position in the data.
 -        cursor = (step - 1) * args.prompts_per_step + world.rank * P
 -        problems = [task.train(cursor + i) for i in range(P)]
-+        # Rollout: this rank's P prompts, G responses each.
++        # 1. Rollout: this rank's P prompts, G responses each.
 +        problems = draws.problems(P)
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]

@@ -184,8 +184,8 @@ ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
 LOOP = """
 -    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 
--        # Rollout: for each of P slots the candidate from which most can be learned, G responses.
-+        # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
+-        # 1. Rollout: for each of P slots the candidate from which most can be learned, G responses.
++        # 1. Rollout: for each of P slots the candidate with V nearest to τ, G responses.
 
 -        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
 +        mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots

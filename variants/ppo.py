@@ -45,7 +45,9 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
-    torchrun -m variants.ppo --sparse_value --critic_lr 1.2e-3 --critic_warmup 20        # SP3O
+    # SP3O; our run of it had λ = 0.95 and β = 0.01
+    torchrun -m variants.ppo --sparse_value --lam 1 --lam_critic 1 --beta 0 --critic_lr 1.2e-3 \
+        --critic_warmup 20
     # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
     torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
         --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128
@@ -318,8 +320,8 @@ LOOP = """
 -    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
 +    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)
 
--        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-+        # Reward. The critic computes advantages from it below.
+-        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
++        # 2. Reward. The critic computes advantages from it below.
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]
 +        rollout.advantages = rewards.flatten()  # [N]: R, replaced by `judge`
@@ -335,7 +337,7 @@ LOOP = """
 +        # Values and advantages, from the critic before this step's updates.
 +        means.add(**critic.judge(minibatches))
 +
-         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+         # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
 
 -        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
 +        begun = max(0, step - args.critic_warmup)  # steps of the policy
@@ -376,7 +378,9 @@ if __name__ == "__main__":
 #    (BPCO's code leaves it below, which concerns responses of two tokens).
 #
 # 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
-#    the policy's, its warm-up 20 steps; its λ is unknown to us. BPCO's rates are 1e-6 and 5e-6.
+#    the policy's, its warm-up 20 steps; its script (examples/sp3o/train.sh) has λ 1, no KL, 64
+#    prompts of 8 responses, two updates and TIS. BPCO's rates are 1e-6 and 5e-6; it sums over
+#    tokens, and in half of its runs the critic reads the answer or the solution.
 #
 # SP3O's places are those of its sp3o.py (Dodojordi/SP3O 8b8b26e), λ and targets of BPCO those of its
 # core_algos.py (QPHutu/golden_critic), V of its equation 9 as while-ai's tests state it.

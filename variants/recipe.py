@@ -52,7 +52,6 @@ from pathlib import Path
 from typing import Literal  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import BadInput, Count, Exponent, NonNegative, Positive, Share, Whole  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
@@ -63,9 +62,10 @@ from common.logprobs import entropies  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.metrics import clip_shares  # <own>
 from common.model import load_model
-from common.norms import unsupported_module  # <own>
+from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
 from common.run import Run
+from common.scale.norms import unsupported_module  # <own>
 from variants import justrl  # <own>
 from variants.justrl import advantages  # <own>
 from deep_grpo import Branches  # <own>
@@ -299,7 +299,7 @@ def main(args: Args, world: World) -> None:
     for step in run.steps():
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
+        # 1. Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         # <own>
@@ -310,7 +310,7 @@ def main(args: Args, world: World) -> None:
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
@@ -329,8 +329,8 @@ def main(args: Args, world: World) -> None:
         # </own>
 
         # <own>
-        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
-        # are about equal.
+        # 3. Log-probs, in mini-batches. The ranks exchange whole groups, which b needs, until their
+        # token counts are about equal.
         minibatches = [balanced(part, world, G) for part in shares]
         # </own>
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
@@ -352,7 +352,7 @@ def main(args: Args, world: World) -> None:
             means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+        # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         # <own>
         # π_old of a stale batch is the policy before this update. So the clip bounds how far one
         # batch moves the policy; the weights w correct for its age.
@@ -394,6 +394,7 @@ def main(args: Args, world: World) -> None:
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
+        # 5. Log the step; evaluate and save when it is time.
         means.add(**rollout_metrics(rollout, G, task) | {"tokens": (sampled, None)})  # <own>
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>

@@ -72,6 +72,26 @@ def is_held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % 5 == 0
 
 
+def training_prompt(seed: int, index: int, kind: Kind = KINDS["arithmetic"]) -> str:
+    """Prompt `index` of this seed's endless stream; never one that is held out."""
+    rng = random.Random(f"train/{seed}/{index}")
+    prompt = draw(rng, kind)
+    while is_held_out(prompt):
+        prompt = draw(rng, kind)
+    return prompt
+
+
+def held_out_prompts(number: int, kind: Kind = KINDS["arithmetic"]) -> list[str]:
+    """So many different prompts that are held out; the same ones for every seed."""
+    rng = random.Random("held-out")
+    prompts = {}  # the keys: in order, and each once
+    while len(prompts) < number:
+        prompt = draw(rng, kind)
+        if is_held_out(prompt):
+            prompts[prompt] = True
+    return list(prompts)
+
+
 def work(prompt: str, rng: random.Random | None = None, slip: float = 0.0) -> tuple[list[str], str]:
     """The steps of `prompt` and its answer.
 

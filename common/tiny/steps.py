@@ -4,32 +4,17 @@ In training the answer is the whole worked solution, and the reward is the share
 final number among them, that the response has right. Held-out responses are right or wrong.
 """
 
-import random
-
-from common.tiny.arithmetic import arithmetic_reward, draw, is_held_out, work
+from common.tiny.arithmetic import arithmetic_reward, held_out_prompts, training_prompt, work
 
 
 def train(i):
     seed, index = divmod(i, 1_000_003)  # as `--task arithmetic`: the same problems for a seed
-    rng = random.Random(f"train/{seed + 1}/{index}")
-    prompt = draw(rng)
-    while is_held_out(prompt):
-        prompt = draw(rng)
+    prompt = training_prompt(seed + 1, index)
     steps, answer = work(prompt)
     return prompt, ";".join(steps) + "#" + answer
 
 
-def held_out_problems(number):
-    rng = random.Random("held-out")
-    problems = {}  # prompt: answer
-    while len(problems) < number:
-        prompt = draw(rng)
-        if is_held_out(prompt):
-            _, problems[prompt] = work(prompt)
-    return list(problems.items())
-
-
-held_out = held_out_problems(1000)
+held_out = [(prompt, work(prompt)[1]) for prompt in held_out_prompts(1000)]
 
 
 def reward(response, solution):

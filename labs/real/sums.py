@@ -1,11 +1,8 @@
-"""Sums of two-digit numbers, for a real model (docs/real.md).
+"""Sums of two-digit numbers, for a real model (docs/results.md).
 
 `--task labs/real/sums.py`: a prompt shows one solved sum, and the model continues it with another.
 `--task labs/real/sums.py:in_words`: questions, for a model with a chat template. This task has no
 reward of its own, so math-verify scores the responses.
-
-`--task labs/real/sums.py:worked`: chains of two to five numbers, to be worked step by step, for the
-model of labs/real/start.py.
 
 No held-out sum of two numbers is in the training set.
 """
@@ -44,29 +41,3 @@ def ask(i: int) -> tuple[str, str]:
 
 asked = [(ASKED[n % 4].format(a, b), str(a + b)) for n, (a, b) in enumerate(HELD_OUT)]
 in_words = SimpleNamespace(train=ask, held_out=asked)
-
-
-def chain(i: int) -> tuple[str, str, str]:
-    """Prompt, worked response and answer of a chain: `12 + 7 + 15 =`, ` 12 + 7 = 19; 19 + 15 = 34;
-    sum 34`, `34`."""
-    rng = random.Random(f"chain/{i}")
-    terms = [rng.randint(2, 20) for _ in range(rng.randint(2, 5))]
-    total, steps = terms[0], ""
-    for term in terms[1:]:
-        steps += f" {total} + {term} = {total + term};"
-        total += term
-    return " + ".join(map(str, terms)) + " =", f"{steps} sum {total}", str(total)
-
-
-def pose(i: int) -> tuple[str, str]:
-    prompt, _, answer = chain(i)
-    return prompt, answer
-
-
-def ends_right(response: str, answer: str) -> float:
-    """1.0 if the response ends with `sum` and the answer, else 0."""
-    return float(response.endswith(f"sum {answer}"))
-
-
-chains = [pose(-1 - n) for n in range(256)]
-worked = SimpleNamespace(train=pose, held_out=chains, reward=ends_right)

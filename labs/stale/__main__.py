@@ -23,7 +23,7 @@ ARMS["neither, lr 8e-4"] = f"{RUN.replace(' --lr 1e-3', '')} {BARE} --lr 8e-4"
 COLUMNS = ("greedy", "ess_ratio")
 COLOURS = {"both controls": lab.BLUE, "neither": lab.ORANGE}
 SHORT = "--lag 2"
-SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has collapsed
+SEEDS, LOW = 5, 0.5  # runs of each arm; a low greedy accuracy
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -36,7 +36,7 @@ def rows(results: dict) -> list[list[str]]:
     table = lab.table(results, numbers, runs=False)
     for row, runs in zip(table, ["", *results.values()]):
         lost = sum(run["greedy"][-1] < LOW for run in runs)
-        row.insert(3, f"{lost} of {len(runs)}" if runs else "collapsed")
+        row.insert(3, f"{lost} of {len(runs)}" if runs else "ended below 0.5")
     return table
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common.data import load_task
 from common.launch import launch
-from common.reward import Verifier
+from common.tasks.reward import Verifier
 from tools import evaluate
 from variants import tool
 

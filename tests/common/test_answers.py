@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from common.answers import final_answer
-from common.reward import Verifier
+from common.tasks.answers import final_answer
+from common.tasks.reward import Verifier
 
 from tests.helpers import ROOT
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from common.batch import Rollout, balance_tokens
-from common.distributed import World, setup
+from common.distributed import setup
 
 from tests.helpers import forked
 
@@ -60,8 +60,3 @@ def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
     assert max(loads) - min(loads) <= longest
     single = [found for _, found in dealt]
     assert all(single) and sorted(sum(single, [])) == [100, 101, 200, 201, 202, 203]
-
-
-def test_one_rank_keeps_its_rows():
-    batch = share_of(0)
-    assert balance_tokens(batch, World(0, 1, torch.device("cpu"))) is batch

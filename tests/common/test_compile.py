@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-import common.logprobs
+import common.scale.head
 import grpo
 import pytest
 import torch
 from common.batch import Rollout
 from common.distributed import Compiled, World, shard
-from common.logprobs import Policy, d_product, read_block, response_logprobs
+from common.logprobs import Policy, response_logprobs
+from common.scale.head import d_product, read_block
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -33,8 +34,8 @@ def compile_with(monkeypatch) -> Callable:
         counters.clear()
         monkeypatch.setattr(Compiled, "failed", False)
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-        monkeypatch.setattr(common.logprobs, "compiled_read_block", Compiled(read_block))
-        monkeypatch.setattr(common.logprobs, "compiled_d_product", Compiled(d_product))
+        monkeypatch.setattr(common.scale.head, "compiled_read_block", Compiled(read_block))
+        monkeypatch.setattr(common.scale.head, "compiled_d_product", Compiled(d_product))
 
     return set_backend
 

@@ -5,12 +5,14 @@ import random
 
 import datasets
 import pytest
+import torch
 from common.batch import Rollout
 from common.cli import BadInput, RunStopped
-from common.data import HUB, rows_of, texts_of
+from common.data import texts_of
 from common.metrics import evaluate
 from common.model import load_model
 from common.rollout import HFEngine
+from common.tasks.rows import HUB, rows_of
 from common.tiny import arithmetic
 from grpo import Args
 
@@ -136,6 +138,22 @@ def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mi
     evaluate(HFEngine(tiny[0], world, 0, "float32", 64), task, Args(eval_samples=1), world)
     assert task.verifier.failure.startswith("mine.py:4: ZeroDivisionError")
     assert task.verifier.take_killed() == 0
+
+
+def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
+    """It measures nothing then, and the sampler goes on as if it had not begun."""
+    task, asked = load("arithmetic", tiny[1], eval_problems=9), []
+
+    def signalled(texts: list[str], answers: list) -> list[float]:
+        world.stop.raised = len(asked) == 1
+        asked.append(len(texts))
+        return [0.0] * len(texts)
+
+    task.verifier = signalled
+    engine = HFEngine(tiny[0], world, 0, "float32", 64)
+    before = engine.state_dict()["generator"]
+    assert evaluate(engine, task, Args(rollout_rows=4), world) == {} and asked == [4, 4]
+    assert torch.equal(engine.state_dict()["generator"], before)
 
 
 # Files
@@ -306,6 +324,7 @@ MALFORMED = [  # the third row, and what is said of it
     (asked({"from": "human", "value": "2+2?"}), "ShareGPT"),
     (asked({"role": "human", "content": "2+2?"}), TURNS),
     (asked(USER, {"role": "assistant", "content": "4"}), QUESTION),
+    (asked(USER), "its tokenizer cannot write the prompt"),  # before any row is drawn
 ]
 
 
@@ -402,6 +421,14 @@ def test_a_custom_task(mine):
     other = load(f"{mine}:other")
     assert other.train(5).answer == "2" and not other.verifier.spec
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
+
+
+def test_a_folder_of_a_task_file_may_have_a_colon(tmp_path):
+    (tmp_path / "12:30").mkdir()
+    (tmp_path / "12:30/mine.py").write_text(MINE)
+    for name, answer in (("", "9"), (":other", "4")):
+        task = load(f"{tmp_path}/12:30/mine.py{name}")
+        assert task.held_out[0].answer == answer
 
 
 def test_problems_by_chance_are_found(mine):

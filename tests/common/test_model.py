@@ -7,14 +7,15 @@ from pathlib import Path
 import grpo
 import pytest
 import torch
-from common import logprobs as model_module
-from common.checkpoint import save_model
 from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
-from common.logprobs import Policy, TokenLogprobs, entropies, response_logprobs
-from common.model import EMBEDDED, Head, config_of, load_model
+from common.logprobs import Policy, entropies, response_logprobs
+from common.model import EMBEDDED, config_of, load_model
+from common.records.checkpoint import save_model
 from common.rollout import HFEngine
+from common.scale import head as model_module
+from common.scale.head import Head, TokenLogprobs
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
@@ -137,10 +138,16 @@ def test_sharding_and_recomputing_change_nothing_and_casting_little(world, tiny)
 SHAPE = {"vocab_size": 18, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.3}
 WIDE = SHAPE | {"num_key_value_heads": 1, "intermediate_size": 48}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
+LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 FAMILIES = {
     "granite": WIDE | {"logits_scaling": 8.0},
     "cohere": WIDE | {"logit_scale": 0.0625},
-    "gemma2": WIDE | {"head_dim": 16, "final_logit_softcapping": 3.0},
+    # sdpa does not cap scores
+    "gemma2": WIDE
+    | {"head_dim": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    # A cache of states beside keys and values
+    "qwen3_5_text": WIDE | LINEAR | {"head_dim": 16},
     "qwen2": WIDE | {"tie_word_embeddings": True},
     "llama": WIDE,
     # Layers by other names, and dropout
@@ -166,7 +173,8 @@ def test_log_probs_are_the_models_own(folder, world, family):
     untrained(family, folder, **FAMILIES[family])
     lm, tokenizer = load_model(str(folder))
     rollout = HFEngine(lm, world, 0, "float32", 64).generate([[3, 4, 5], [6, 7, 8]], 4, 12, 0.7)
-    full = (lm(rollout.sequences).logits[:, 2:-1] / 0.7).log_softmax(-1)  # [N, T, V]
+    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    full = (own(rollout.sequences).logits[:, 2:-1] / 0.7).log_softmax(-1)  # [N, T, V]
     expected = full.gather(-1, rollout.tokens[..., None])[..., 0] * rollout.mask  # [N, T]
     args = grpo.Args(dtype="float32", gradient_checkpointing=True)
     policy = shard(Policy(lm), args, world, offload=True)
@@ -178,6 +186,29 @@ def test_log_probs_are_the_models_own(folder, world, family):
     before = load_file(folder / "model.safetensors")
     assert saved.keys() == before.keys()
     assert all(torch.equal(saved[name], before[name]) for name in saved)
+
+
+UNCACHED = {  # whose cache the sampler cannot use: what is said
+    "minimax": (WIDE | {"layer_types": LINEAR["layer_types"]}, "MiniMax uses cache of its own"),
+    "nemotron_h": (WIDE | {"layers_block_type": ["mamba", "attention"]}, "its cache changes"),
+}
+
+
+@pytest.mark.parametrize("family", UNCACHED)
+def test_a_cache_that_changes_log_probs_is_named(folder, world, family):
+    shape, message = UNCACHED[family]
+    untrained(family, folder, **shape)
+    lm, _ = load_model(str(folder))
+    with pytest.raises(BadInput, match=f"cannot sample .*, use --rollout vllm .{message}"):
+        HFEngine(lm, world, 0, "float32", 64)
+
+
+def test_layers_that_share_weights_are_not_sharded(world):
+    policy = Policy(load_model("tiny")[0])
+    first, second = policy.lm.model.layers
+    second.mlp = first.mlp
+    with pytest.raises(BadInput, match="layers share weights"):
+        shard(policy, grpo.Args(dtype="bfloat16"), world)
 
 
 # Folders
@@ -221,6 +252,7 @@ def rope(kind: str) -> dict:
     return {"rope_parameters": given | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}
 
 
+TWO_WAYS = WIDE | {"use_bidirectional_attention": True, "tie_word_embeddings": False}
 DAMAGES = [  # entries of config.json, or a function; what is said
     ({"intermediate_size": 96}, "6 weights do not fit"),
     ({"tie_word_embeddings": False}, "first: lm_head.weight"),
@@ -230,6 +262,9 @@ DAMAGES = [  # entries of config.json, or a function; what is said
     (lambda folder: untrained("hyperclovax", folder, **WIDE, logits_scaling=2.0), "other logits"),
     (rope("dynamic"), "RoPE type dynamic"),
     (rope("longrope"), "RoPE type longrope"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
+    (lambda folder: untrained("gemma3_text", folder, **TWO_WAYS), "is not causal"),
+    (lambda folder: untrained("bert", folder, **SHAPE, is_decoder=True), "has no lm_head over"),
 ]
 
 
@@ -245,16 +280,21 @@ def test_a_broken_model_folder_is_named(folder, damage, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 450
 
 
-def test_a_head_of_its_own_and_left_over_weights_load(folder):
-    """What is not missing is not refused: weights of a vision tower beside them."""
-    changed(folder / "config.json", tie_word_embeddings=False)
+@pytest.mark.parametrize("says_tied", [True, False])
+def test_a_head_of_its_own_and_left_over_weights_load(folder, world, says_tied):
+    """What is not missing is not refused: weights of a vision tower beside them. Where config.json
+    says that head and embedding are one, the weights decide, and the saved config.json tells."""
+    changed(folder / "config.json", tie_word_embeddings=says_tied)
     path = folder / "model.safetensors"
     weights = load_file(path)
     weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
     save_file(weights | {"visual.patch": torch.zeros(2)}, path, {"format": "pt"})
-    lm, _ = load_model(str(folder))
+    lm, tokenizer = load_model(str(folder))
     assert torch.equal(lm.lm_head.weight, weights["lm_head.weight"])
     assert torch.equal(lm.get_input_embeddings().weight, weights["model.embed_tokens.weight"])
+    save_model(Policy(lm), tokenizer, folder / "saved", world)
+    assert not json.loads((folder / "saved/config.json").read_text())["tie_word_embeddings"]
+    assert "lm_head.weight" in load_file(folder / "saved/model.safetensors")
 
 
 @pytest.mark.parametrize("theirs", ["eager", "evil/kernel"])

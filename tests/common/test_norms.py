@@ -3,7 +3,7 @@
 import copy
 from types import SimpleNamespace
 
-import common.norms
+import common.scale.norms
 import pytest
 import torch
 import vcpo
@@ -67,7 +67,7 @@ def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
 def check(name: str, world: World, **how: object) -> None:
     """`gradient_norms` gives what separate passes give."""
     lm, batch = model(name), responses(**how)
-    logp, norms = common.norms.gradient_norms(Policy(lm), batch, ARGS, world)
+    logp, norms = common.scale.norms.gradient_norms(Policy(lm), batch, ARGS, world)
     sums, expected = separately(lm, batch)
     assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4)
     assert ((norms - expected).abs() < 1e-5 * expected).all()
@@ -77,7 +77,7 @@ def check(name: str, world: World, **how: object) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_those_of_separate_passes(world, name):
     """Tied and untied heads, biases, q/k norms; padded micro-batches of several sizes."""
-    assert not common.norms.unsupported_module(Policy(model(name)))
+    assert not common.scale.norms.unsupported_module(Policy(model(name)))
     check(name, world)
 
 
@@ -87,7 +87,7 @@ def test_either_side_of_a_linear_map(world, monkeypatch):
     vocabulary one response, and one token of it, at a time."""
     for longest in (5, 120):
         check("Qwen2, q/k/v biases, tied", world, longest=longest)
-    monkeypatch.setattr(common.norms, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(common.scale.norms, "BLOCK_ELEMENTS", 1)
     check("Qwen3, q/k norms, tied", world, longest=60)
 
 
@@ -98,7 +98,7 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
     backward pass, and counted once."""
     batch, args = responses(), vcpo.Args(dtype=dtype, gradient_checkpointing=True)
     policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
-    _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
+    _, norms = common.scale.norms.gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
         response_logprobs(policy, batch.rows(slice(i, i + 1)), T)[0].sum().backward()
         alone = clip_gradients(policy, float("inf"))  # measures and does not clip
@@ -109,10 +109,10 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
 def test_nothing_is_left_behind(world):
     """No gradient and no hook; an empty batch is possible."""
     policy, batch = Policy(model("Qwen3, q/k norms, tied")), responses()
-    common.norms.gradient_norms(policy, batch, ARGS, world)
+    common.scale.norms.gradient_norms(policy, batch, ARGS, world)
     assert all(p.grad is None for p in policy.parameters())
     assert not any(m._forward_hooks for m in policy.modules())
-    logp, norms = common.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
+    logp, norms = common.scale.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
     assert logp.shape == (0, batch.mask.shape[1]) and norms.shape == (0,)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from common.cli import RunStopped
-from common.reward import Verifier, load_task_file
+from common.tasks.reward import Verifier, load_task_file
 
 from tests import adapters
 

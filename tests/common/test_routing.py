@@ -11,7 +11,7 @@ from common.distributed import shard
 from common.logprobs import Policy, all_logprobs
 from common.model import load_model
 from common.rollout import HFEngine
-from common.routing import Routing, routers
+from common.scale.routing import Routing, routers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]

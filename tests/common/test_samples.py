@@ -3,7 +3,7 @@
 import torch
 from common.batch import Rollout
 from common.distributed import ALONE
-from common.samples import Samples
+from common.records.samples import Samples
 
 
 def test_three_groups_are_kept():

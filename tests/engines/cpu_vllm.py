@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs beyond `common.vllm`, which is written for GPUs.
+"""What vLLM's CPU build needs beyond `common.scale.vllm`, which is written for GPUs.
 
 `use_cpu_build()` changes the engine of this process. A program runs with it by
 `python -m tests.engines.cpu_vllm MODULE FLAGS`.
@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 
-from common import vllm as engine
+from common.scale import vllm as engine
 import torch
 
 

@@ -3,19 +3,17 @@
 Whether the kernels do what they should is for tests/gpu; vLLM itself is in test_vllm.py.
 """
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from common.distributed import World
 from common.logprobs import Policy
-from common.model import add_product, head_product
-from common.vllm import VLLMEngine, checkpoint_tensors
+from common.scale.head import add_product, head_product
+from common.scale.vllm import VLLMEngine, checkpoint_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers import run_here
+from tests.gpu import check
 
 pytestmark = pytest.mark.slow
 
@@ -93,14 +91,8 @@ def test_the_heads_products_are_float32(monkeypatch):
     assert head_product(left, right.T).dtype == torch.float32  # on a CPU
 
 
-def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):
-    """Its clean-up would wait for ranks that wait for it, and torchrun would learn of it late."""
-
-    def fail(args: object, world: World) -> None:
-        world.size = 2
-        raise ValueError("a mistake of ours")
-
-    monkeypatch.setattr(fail, "__module__", "grpo", raising=False)
-    monkeypatch.setattr("common.launch.os._exit", lambda code: sys.exit(10 + code))
-    assert run_here(fail, "--steps", 1) == 11
-    assert "ValueError: a mistake of ours\n" in capsys.readouterr().err
+def test_the_gpus_checks_run(capsys):
+    """tests/gpu/check.py must run on the day when there is a GPU."""
+    assert check.main(["gradients", "resume", "memory", "offload", "nothing"]) == 1
+    said = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert said == ["ok", "ok", "ok", "ok", "wrong"]

@@ -4,7 +4,7 @@
 import datasets
 import grpo
 import pytest
-from common.data import HUB, rows_of
+from common.tasks.rows import HUB, rows_of
 
 from tests.helpers import SMALL, run_here
 from tests.common.rows import ROWS, load
@@ -57,7 +57,7 @@ def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch
 
 
 def test_reasoning_gym_itself(tmp_path, monkeypatch):
-    """puzzles.py of docs/yours.md: a right answer scores 1, another one less; prompts and held-out
+    """docs/tasks/puzzles.py: a right answer scores 1, another one less; prompts and held-out
     problems are the same in every run, and apart."""
     gym = pytest.importorskip("reasoning_gym")
     save_examples(tmp_path)

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import grpo
 import pytest
 import torch
-from common import vllm as vllm_module
-from common.checkpoint import save_model
-from common.data import load_task
 from common.cli import RunStopped
+from common.data import load_task
 from common.distributed import setup, shard
 from common.logprobs import Policy, all_logprobs, response_logprobs
 from common.model import load_model
+from common.records.checkpoint import save_model
 from common.rollout import make_engine
 from common.run import Run
-from common.vllm import VLLMEngine
+from common.scale import vllm as vllm_module
+from common.scale.vllm import VLLMEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 from variants import tool
 

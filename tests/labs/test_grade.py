@@ -59,29 +59,55 @@ NO_RATIO = "    if False:\n        kl = kl"
 MEAN = " / mask.sum(dim=1).clamp(min=1)"
 RETURN = "-per_response.sum(), mask.new_tensor(len(mask))"
 STD = "rewards.std(dim=1, keepdim=True)"
-# Answers that students give, and what the hint says
+SURROGATE = "torch.minimum(ratio * A, clipped * A)"
+NO_MIN, MAX = (SURROGATE, "clipped * A"), (SURROGATE, SURROGATE.replace("minimum", "maximum"))
+TOKENS = [(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum()")]
+TEXTBOOK = [(CENTRE, ""), (RATIO, NO_RATIO)]
+ALWAYS = ("    if args.beta > 0:\n        objective =", "    if True:\n        objective =")
+# Answers that students give, and what the hint says, in this order
 ANSWERS = {
     "own wording": (
         [
             (CENTRE, "    same = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)\n"),
             (ZSCORE, f"    z = centred / ({STD} + 1e-6)\n    return torch.where(same, 0.0, z)"),
         ],
-        "",
+        [],
     ),
-    "textbook": ([(CENTRE, ""), (RATIO, NO_RATIO)], "equal rewards not made 0"),
-    "token mean": ([(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum()")], "token-mean"),
+    "textbook": (TEXTBOOK, ["'equal rewards not made 0' has just"]),
+    "token mean": (TOKENS, ["'token-mean' has just"]),
+    "no min, no kl_ratio": ([NO_MIN, (RATIO, NO_RATIO)], ["'clip without min' has just"]),
+    "max, no kl_ratio": ([MAX, (RATIO, NO_RATIO)], ["'max for min' has just"]),
+    "three": (
+        [*TEXTBOOK, *TOKENS, NO_MIN],
+        ["'clip without min' would", "'token-mean'", "'equal rewards not made 0' would"],
+    ),
+    "KL without a reference": (
+        [*TEXTBOOK, ALWAYS],
+        ["batch.ref_logp is None", "'equal rewards not made 0' would"],
+    ),
 }
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_answers_that_students_give(answer):
-    pairs, damage = ANSWERS[answer]
+    pairs, told = ANSWERS[answer]
     failed, held = graded("grpo", wrong(*pairs))
     assert held + len(failed) == len(grade.checks_of("grpo"))
-    assert bool(failed) == bool(damage)
+    assert bool(failed) == bool(told)
     if failed:
-        exactly = "has just" if answer != "textbook" else "would explain"  # two mistakes at once
-        assert f"'{damage}' {exactly}" in grade.hint("grpo", failed)
+        hint = grade.hint("grpo", failed)
+        places = [hint.find(words) for words in told]
+        assert -1 not in places and places == sorted(places), hint
+
+
+@pytest.mark.parametrize("page", ["docs/questions.md", "docs/zh/questions.md"])
+def test_the_whiteboards_answer_passes(page):
+    """Of question 28, typed into the blank file."""
+    _, _, question = (ROOT / page).read_text("utf-8").partition("### 28. ")
+    code = question.partition("```python\n")[2].partition("```")[0]
+    source = f"{blank.blank('grpo')}\n\n{code}"  # later definitions win
+    failed, _ = graded("grpo", source)
+    assert [*failed.values()] == [checks.NO_MEASURES]
 
 
 def test_the_core_is_the_formula():

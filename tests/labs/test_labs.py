@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from common.cli import BadInput, broken_rule
 from common.launch import parse
-from common.run import as_lines
+from common.records.files import as_lines
 from labs import bug, lab
 
 import checks

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from common.batch import Rollout
@@ -398,8 +398,7 @@ def record(
             home = sys.modules[module.Branches.__module__]
             fit_success = home.fit_success
             patch.setattr(home, "fit_success", fit)
-        still = SimpleNamespace(anywhere=lambda world: False)
-        patch.setattr("common.run.StopFlag", lambda: still)
+        patch.setattr("common.distributed.StopFlag.listen", lambda flag: None)
         module.main(args, world)
     world.closing.close()
     found.calls, found.synced = engine.calls, engine.synced

@@ -221,8 +221,7 @@ def test_a_second_loop(alone, name):
 
 @pytest.mark.parametrize("name", [*NINE, *(pytest.param(name, marks=slow) for name in VARIANTS)])
 def test_smallest_micro_batches(alone, name):
-    empty = () if hasattr(module_of(name).Args, "teacher_lr") else EMPTY
-    same_run([alone(name)], [alone(name, *empty, micro_tokens=1)])
+    same_run([alone(name)], [alone(name, *EMPTY, micro_tokens=1)])
 
 
 @slow

@@ -23,7 +23,6 @@ from tests.helpers import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
 PAGES += ROOT.glob("variants/*.md")
-STUDIES = [path.with_suffix(".md") for path in sorted(ROOT.glob("docs/studies/*.json"))]
 PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/**/*.py")]  # their headers print commands
 
 
@@ -77,24 +76,6 @@ def test_every_program_of_a_page_exists(path):
             bug.damaged(bug.BUGS[int(word) - 1])
         if program == "labs.blank" and word and word != "NAME":
             blank.blank(word)
-
-
-def git(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=name_of_path)
-def test_a_studys_program_stands_at_its_commit(path):
-    """The command of its last line, after `git checkout`."""
-    commit, programs = re.fullmatch(
-        r"`git checkout (\w+) && (.*)`", path.read_text("utf-8").splitlines()[-1]
-    ).groups()
-    if git("cat-file", "-e", commit).returncode:
-        pytest.skip(f"a clone without commit {commit}")
-    names = git("ls-tree", "-r", "--name-only", commit, "labs").stdout.splitlines()
-    for program in programs.split(" && "):
-        file = program.removeprefix("python -m ").replace(".", "/")
-        assert {f"{file}.py", f"{file}/__main__.py"} & set(names), program
 
 
 # Links and pointers
@@ -206,5 +187,6 @@ def test_the_page_of_losses_has_the_files_code():
 
 
 def test_no_tracked_file_has_a_conflict_marker():
-    found = git("grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)")
+    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (1, "")  # 1: no such line

@@ -1,5 +1,5 @@
 """Numbers on pages are numbers of stored results: a quoting page's stand on the page that its cell
-links, a lab's in its table.json, a study's in its own json."""
+links, a lab's in its table.json."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 
+VERDICTS = ("holds", "in part", "not here", "wrong", "not tested")
 QUOTING = ("docs/claims.md", "labs/course-answers.md")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"
@@ -20,7 +21,6 @@ FIGURE = re.compile(
 )
 LABS = {path.parent.name: path for path in sorted(ROOT.glob("labs/*/table.json"))}
 LABS.pop("race")  # its page is docs/stability.md
-STUDIES = sorted(ROOT.glob("docs/studies/*.json"))
 
 
 def plain(text: str) -> str:
@@ -61,7 +61,7 @@ def test_a_quoted_number_stands_on_a_linked_page(page, cell):
 
 def test_verdicts_are_counted():
     counts = Counter(row[1].strip() for row in map(cells, lines("docs/claims.md")) if len(row) == 3)
-    found = [counts[verdict] for verdict in ("holds", "in part", "not here", "wrong")]
+    found = [counts[verdict] for verdict in VERDICTS]
     (sentence,) = [line for line in lines("docs/claims.md") if re.match(r"Of \d", line)]
     assert [int(number) for number in re.findall(r"\d+", sentence)] == [sum(found), *found]
 
@@ -82,18 +82,3 @@ def test_a_page_shows_the_stored_results(name):
         for row in map(cells, table.splitlines()):
             missing = figures(" | ".join(row[1:])) - there
             assert not missing, row[0]
-
-
-@pytest.mark.parametrize("table", STUDIES, ids=lambda path: path.stem)
-def test_a_studys_answer_shows_its_tables(table):
-    """Each number from its answer on, but for the command at the end, is one that its program
-    printed or that was counted from its runs."""
-    stored = json.loads(table.read_text("utf-8"))
-    cells = [cell for rows in stored["tables"].values() for row in rows for cell in row]
-    counted = [f"{what}: {number}" for what, number in stored["counted"].items()]
-    there = figures(" | ".join([*cells, *counted]))
-    page = table.with_suffix(".md").read_text("utf-8")
-    answer = page.partition("**Answer.**")[2].rpartition("\n`git checkout")[0]
-    assert answer
-    missing = figures(re.sub(r"\]\([^)]*\)", "", answer)) - there
-    assert not missing

@@ -17,9 +17,7 @@ COMMANDS = """
 labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
-labs.race --redraw
 labs.race --table none
-tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.make_tiny tiny tiny-new --steps 1

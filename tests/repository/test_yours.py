@@ -1,4 +1,4 @@
-"""The examples of docs/yours.md, saved under the names in their first lines, work as printed."""
+"""The examples of docs/yours.md and docs/tasks/ work as printed."""
 
 import json
 import re
@@ -19,14 +19,15 @@ SMALL = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_
 
 
 def save_examples(folder: Path) -> None:
-    """Write the page's files; those that read GSM8K from the hub read gsm8k.jsonl instead."""
-    for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)\n```\n", PAGE, re.DOTALL):
-        (folder / name).write_text(text.replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"'))
+    """Copy docs/tasks/; what reads GSM8K from the hub reads gsm8k.jsonl instead."""
+    for path in (ROOT / "docs/tasks").glob("*.py"):
+        text = path.read_text("utf-8").replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"')
+        (folder / path.name).write_text(text)
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """A folder with the page's files, the current one."""
+    """A folder with the examples, the current one."""
     save_examples(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -35,7 +36,8 @@ def files(tmp_path, monkeypatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", HERE, ids=" ".join)
 def test_the_commands_for_a_laptop_run(command, files):
-    assert run_here(grpo.main, *command, *SMALL) == 0
+    words = [word.replace("docs/tasks/", "") for word in command]
+    assert run_here(grpo.main, *words, *SMALL) == 0
     (run,) = files.glob("runs/*")
     line = metrics(run)[-1]
     assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
@@ -53,7 +55,7 @@ def test_words():
 def test_a_tool():
     """A call is answered, in the chat's markup; what is no call is an answer."""
     task = {}
-    exec(re.search(r"# calls.py.*?(?=```)", PAGE, re.DOTALL)[0], task)
+    exec((ROOT / "docs/tasks/calls.py").read_text("utf-8"), task)
     messages, answer = task["train"](3)
     assert messages[-1]["role"] == "user" and answer.lstrip("-").isdigit()
     said = task["reply"]("<calc>17 * 23</calc>\n", answer)

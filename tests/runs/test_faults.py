@@ -3,12 +3,12 @@ resumable."""
 
 import errno
 
-import common.checkpoint
+import common.records.checkpoint
 import grpo
 import pytest
 import torch
 from common.clock import SECONDS, timed
-from common.run import checkpoints
+from common.records.checkpoint import checkpoints
 
 from tests.helpers import SMALL, assert_same_run, command, drive, forked, metrics, run_here
 
@@ -62,7 +62,7 @@ def at_the(number: int, function, counts=lambda *arguments: True):
 def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys):
     """The second save fails: a line that says why, the first checkpoint whole, resume goes on."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
-    dcp = common.checkpoint.dcp
+    dcp = common.records.checkpoint.dcp
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "save", at_the(2, dcp.save))
         assert run_here(grpo.main, *flags) == 1

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import grpo
 import pytest
-from common.run import Run, checkpoints, folder_to_resume, new_folder
+from common.records.checkpoint import checkpoints, folder_to_resume
+from common.records.files import new_folder
+from common.run import Run
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
 

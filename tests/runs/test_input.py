@@ -16,6 +16,7 @@ BAD_INPUT = [
     ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
+    ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),
     ("grpo", "--group_size 1", "--group_size 1"),
@@ -52,6 +53,9 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("input")
     (folder / "empty").mkdir()
     (folder / "empty/config.json").write_text("{}")
+    (folder / "twice").mkdir()
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        (folder / "twice" / name).touch()
     (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is

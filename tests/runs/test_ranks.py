@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import vcpo
 from common import distributed
-from common.checkpoint import load_checkpoint
 from common.distributed import full_parameters, global_sum, setup, shard
 from common.logprobs import Policy, frozen_reference
 from common.model import load_model
+from common.records.checkpoint import load_checkpoint
 from common.rollout import HFEngine
 
 from tests.helpers import MORE, SMALL, command, forked, run_here, tensors
@@ -23,11 +23,14 @@ pytestmark = pytest.mark.slow
 
 
 def untied(folder: Path) -> str:
-    """The embedded model with a head of its own, and weights that are no round numbers."""
+    """The embedded model with a head of its own, of which config.json says that it has none, and
+    weights that are no round numbers."""
     lm, tokenizer = load_model("tiny")
     lm.config.tie_word_embeddings = False
     lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone() * 1.1)
     lm.save_pretrained(folder)
+    lm.config.tie_word_embeddings = True
+    lm.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

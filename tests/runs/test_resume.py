@@ -1,5 +1,6 @@
 """Killed, stopped by a signal, resumed: to the bit, and only where it is the same run."""
 
+import functools
 import json
 import os
 import shutil
@@ -10,8 +11,8 @@ from pathlib import Path
 import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
-from common import checkpoint
-from common.run import checkpoints
+from common.records import checkpoint
+from common.records.checkpoint import checkpoints
 
 from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
 from tests.helpers import run_here, started, tree
@@ -68,6 +69,20 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
 
 
+@slow
+def test_offloading_changes_no_number(tmp_path):
+    """On two ranks that share a model (on a CPU all but the copies is as on GPUs), killed in its
+    fourth step and resumed: metrics, weights and moments of the run that offloads nothing."""
+    flags = [*SMALL, "--steps", 4, "--shard_ranks", 2, "--run_dir"]
+    assert command("grpo", *flags, tmp_path / "plain", ranks=2).returncode == 0
+    parts = [*flags, tmp_path / "parts", "--offload"]
+    assert command("grpo", *parts, at=(signal.SIGKILL, 3), ranks=2).returncode
+    assert [line["step"] for line in metrics(tmp_path / "parts")][-1] < 4
+    ended = command("grpo", *parts, "--resume", ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    assert_same_run(tmp_path / "plain", tmp_path / "parts", 4, tmp_path)
+
+
 def killed_while_saving(*flags: object) -> None:
     """A run that ends between the writing and the renaming of its second checkpoint."""
     save, saves = checkpoint.dcp.save, []
@@ -93,7 +108,10 @@ def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
+STOPS = [signal.SIGUSR1, *(pytest.param(n, marks=slow) for n in (signal.SIGTERM, signal.SIGINT))]
+
+
+@pytest.mark.parametrize("number", STOPS)
 def test_signals_finish_the_step_save_and_exit_0(tmp_path, number):
     flags = [*SMALL, "--steps", 50, "--run_dir", tmp_path / "run"]
     run = command("grpo", *flags, at=(number, 3))
@@ -151,6 +169,40 @@ def test_back_to_a_checkpoint_with_other_flags(tmp_path, finished, capsys):
     assert history == [{"back_to": 2, "changed": changed}]
     assert run_here(grpo.main, *flags, "--steps", 5) == 0
     assert "steps 5 to 5;" in capsys.readouterr().out
+
+
+# Every flag of an optimiser, of a second model's, too: another value than SMALL's
+RATES = {"lr": 1e-5, "warmup": 50, "betas": (0.5, 0.5), "weight_decay": 10, "grad_clip": 0.01}
+RATES = [("grpo", flag, value) for flag, value in RATES.items()]
+RATES += [("ppo", "critic_lr", 0.5), ("goldilocks", "teacher_lr", 0.5)]
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    """The folder of a run of an algorithm, with a checkpoint of each step."""
+
+    @functools.cache
+    def made(algorithm: str) -> Path:
+        folder = tmp_path_factory.mktemp(algorithm) / "run"
+        flags = [*SMALL, *MORE.get(algorithm, []), "--save_every", 1, "--steps", 3]
+        assert run_here(module_of(algorithm).main, *flags, "--run_dir", folder) == 0
+        return folder
+
+    return made
+
+
+@pytest.mark.parametrize(("algorithm", "flag", "value"), RATES)
+def test_back_to_with_another_rate_acts(algorithm, flag, value, three_steps, tmp_path):
+    """A checkpoint also holds the optimiser's settings, but those of the command count: the third
+    step is another one."""
+    old = three_steps(algorithm)
+    folder = Path(shutil.copytree(old, tmp_path / "run"))
+    values = value if isinstance(value, tuple) else (value,)
+    flags = [*SMALL, *MORE.get(algorithm, []), "--steps", 3, "--run_dir", folder, "--resume"]
+    flags += ["--back_to", 1, f"--{flag}", *values]
+    assert run_here(module_of(algorithm).main, *flags) == 0
+    before, after = ({**metrics(run)[3], "lr": 0} for run in (old, folder))
+    assert before != after
 
 
 WRONG_WAYS_BACK = {

@@ -2,7 +2,7 @@
 
 import grpo
 import pytest
-from common.run import summary_of
+from common.records.summary import summary_of
 
 from tests.helpers import SMALL, metrics, run_here
 

@@ -1,8 +1,8 @@
 """A run's picture: its lines are the run's numbers, and what is null is a gap."""
 
 import numpy as np
-from common.curves import draw_curves
-from common.run import saved_config
+from common.records.curves import draw_curves
+from common.records.files import saved_config
 
 from tests.tools.made import a_run, metrics_of
 

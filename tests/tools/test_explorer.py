@@ -89,28 +89,6 @@ def test_the_built_page_is_small_and_fetches_nothing():
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
 
 
-def test_the_marks():
-    """`norm` rises and `entropy` halves in both runs, `noise` does neither. So `weight`, which
-    rises, is first, and then `share`, which halves earlier. The reward falls at the end."""
-    steps = range(1, 101)
-    usual = {"norm": [[s, s] for s in steps], "entropy": [[s, 1 / s] for s in steps]}
-    healthy = {"curves": usual | {"reward": [[s, 0.5] for s in steps]}}
-    curves = usual | {
-        "noise": [[s, 1 + s % 2] for s in steps],
-        "weight": [[s, 1.0 if s <= 30 else 11.0] for s in steps],
-        "reward": [[s, 1.0 if s <= 50 else 0.0] for s in steps],
-    }
-    found = explorer.marks(healthy, {"curves": curves})
-    assert found == [
-        {"kind": "rises", "step": 31, "name": "weight"},  # of ten values nine are 1 and one is 11
-        {"kind": "falls", "step": 51, "name": "reward"},  # 9 of the last 10 are 1
-        {"kind": "late", "step": 55, "name": "reward"},
-    ]
-    curves["share"] = [[s, 1.0 if s <= 20 else 0.0] for s in steps]
-    found = explorer.marks(healthy, {"curves": curves})
-    assert found[0] == {"kind": "halves", "step": 25, "name": "share"}  # 5 of ten values are 0
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium")
 def test_the_page_is_drawn(tmp_path):

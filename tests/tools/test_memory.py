@@ -29,7 +29,7 @@ def test_it_agrees_with_a_card(monkeypatch):
 def test_the_table_of_the_page_is_the_tools(monkeypatch):
     page = (ROOT / "docs/gpu.md").read_text("utf-8")
     rows = re.findall(r"\| (\d+) GB \| (Qwen3-\S+) \| `(.*)` \| (\S+) \| (\d+) \| (\d+) \|", page)
-    assert len(rows) > 10
+    assert len(rows) >= 4
     for card, model, flags, *shown in rows:
         words = ["--model", f"Qwen/{model}", "--max_new_tokens", "2048", *flags.split()]
         monkeypatch.setattr(sys, "argv", ["grpo.py", *words])

@@ -1,4 +1,5 @@
-"""Write docs/losses.md: every loss on one page, each as it stands in its file.
+"""Write docs/losses.md: every loss on one page, as it stands in its file; of most variants the
+weight alone.
 
 python -m tools.maintain.losses
 """
@@ -7,7 +8,7 @@ import ast
 import re
 import sys
 
-from common.run import atomic_write
+from common.records.files import atomic_write
 
 from tools import arguments
 from checks.files import ALGORITHMS, PATHS, ROOT
@@ -15,13 +16,21 @@ from checks.files import ALGORITHMS, PATHS, ROOT
 PAGE = ROOT / "docs" / "losses.md"
 INTRODUCTION = """# Every loss on one page
 
-Each `policy_loss` as it stands in its file, under the weight that it gives to ∇ log π_θ(y_t). It
-returns a sum and the count that divides it. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ the
-sampler's probability, `mask` is 1 on response tokens. [common/batch.py](../common/batch.py) lists
-the columns of `batch`. Where a weight stands without the average over tokens and responses, the
-return line has it. Advantages, comments and the meaning of other symbols are in the files. A test
+Each `policy_loss` as it stands in its file, under the weight that it gives to ∇ log π_θ(y_t); of
+most variants, at the end, the weight alone. A loss returns a sum and the count that divides it. `A`
+is the advantage Â, `ratio` is r = π_θ/π_old, μ the sampler's probability, `mask` is 1 on response
+tokens. [common/batch.py](../common/batch.py) lists the columns of `batch`. Where a weight stands
+without the average over tokens and responses, the return line has it. A line that stands in several
+files has its comment once. Advantages and the meaning of other symbols are in the files. A test
 holds this page to the files, and [the checks](../checks/__init__.py) hold the files to the papers'
 formulas and to other people's code.
+
+If you have ten minutes, read GRPO, GSPO, SAPO and CISPO.
+"""
+WITH_CODE = "grpo dapo dr_grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
+WEIGHTS = """## Other variants: the weight
+
+M is the clip, as above. Each file explains its other symbols and has the average and the code.
 """
 # What keeps one step from moving the policy too far
 GROUPS = {
@@ -63,33 +72,48 @@ def loss(source: str, shared: list[str]) -> list[str]:
     return [text for text in in_order if text not in shared]
 
 
-def section(name: str, shared: list[str]) -> str:
-    """Heading, weight and code of a file."""
+def read(name: str) -> tuple[str, str, str]:
+    """Source, the weight, and title with a link, of a file."""
     path = PATHS[name]
     source = path.read_text(encoding="utf-8")
     header = ast.get_docstring(ast.parse(source), clean=False)
     title = header.partition("\n")[0].rstrip(".")
-    code = "\n\n".join(loss(source, shared))
-    link = f"../{path.relative_to(ROOT).as_posix()}"
-    return f"### [{title}]({link})\n\n```text\n{weight(header)}```\n```python\n{code}```\n"
+    return source, weight(header), f"[{title}](../{path.relative_to(ROOT).as_posix()})"
+
+
+def section(name: str, shared: list[str], seen: set[str]) -> str:
+    """Heading, weight and code of a file; a line that was seen before, without its comment."""
+    source, formula, title = read(name)
+    lines = "\n\n".join(loss(source, shared)).splitlines()
+    code = "\n".join(line.partition("  # ")[0] if line in seen else line for line in lines)
+    seen.update(lines)
+    return f"### {title}\n\n```text\n{formula}```\n```python\n{code}\n```\n"
+
+
+def entry(name: str) -> str:
+    """Title and weight of a file; the clip M and remarks in brackets are left to the file."""
+    _, formula, title = read(name)
+    first = re.split(r" {3,}\(", formula.strip().splitlines()[0])[0]
+    return f"- {title}: `{' '.join(first.split())}`"
 
 
 def page() -> str:
     """The whole page."""
     shared = loss(PATHS["grpo"].read_text(encoding="utf-8"), [])[:-1]
-    parts = [INTRODUCTION]
-    shown = []
+    parts, weights, seen = [INTRODUCTION], [WEIGHTS], set()
     for group, names in GROUPS.items():
-        parts.append(f"## {group}\n")
-        for name in names.split():
-            parts.append(section(name, [] if name == "grpo" else shared))
-            shown.append(name)
-    others = [name for name in ALGORITHMS if name not in shown]
+        shown = [name for name in names.split() if name in WITH_CODE]
+        if shown:
+            parts.append(f"## {group}\n")
+        parts += [section(name, [] if name == "grpo" else shared, seen) for name in shown]
+        entries = [entry(name) for name in names.split() if name not in WITH_CODE]
+        if entries:
+            weights.append("\n".join([f"{group}:\n", *entries, ""]))
+    with_loss = " ".join(GROUPS.values()).split()
+    others = [name for name in ALGORITHMS if name not in with_loss]
     links = [f"[{n}](../{PATHS[n].relative_to(ROOT).as_posix()})" for n in others]
-    parts.append(
-        f"## The loss of another file\n\n{', '.join(links)}: what they change is no loss.\n"
-    )
-    return "\n".join(parts)
+    last = f"## The loss of another file\n\n{', '.join(links)}: what they change is no loss.\n"
+    return "\n".join([*parts, *weights, last])
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from unittest import mock
 import grpo
 import torch
 from common.launch import launch
-from common.run import Run, atomic_write
+from common.records.files import atomic_write
+from common.run import Run
 from torch import Tensor
 
 from tools import arguments

@@ -1,0 +1,1 @@
+"""What a run leaves in its folder: checkpoints, samples, curves, a summary."""

@@ -1,0 +1,103 @@
+"""A run's picture, made of its config.json and its metrics.jsonl."""
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+
+from common.cli import BadInput
+from common.records.files import atomic_write, read_lines, saved_config
+
+PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand before `entropy`
+    "reward": "reward (training samples)",
+    "greedy": "held-out accuracy",
+    "response_len": "response length (tokens)",
+    "entropy": "entropy (nats per token)",
+    "grad_norm": "gradient norm (before clipping)",
+    "zero_groups": "groups without gradient (share)",
+    "sampler_kl": "KL of sampler and trainer",
+}
+# A curve of the gradient's norm, or of the KL of sampler and trainer, that stays below this shows
+# rounding only.
+ROUNDING = 1e-6
+BLUE, ORANGE = "#0072B2", "#D55E00"  # also told apart by the colour-blind (Okabe and Ito)
+
+
+def series(lines: list[dict], name: str) -> np.ndarray:
+    """Steps and values of a metric, `[2, n]`: NaN where a row has null, no point where the row
+    lacks the metric."""
+    steps, values = [], []
+    for row in lines:
+        if name in row:
+            number = isinstance(row[name], int | float) and abs(row[name]) < np.inf
+            steps.append(row["step"])
+            values.append(row[name] if number else np.nan)
+    return np.array([steps, values], float)
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Centred mean over `width` values (odd), fewer at the ends, `[n]` -> `[n]`; a NaN counts in no
+    mean and stays NaN."""
+    known, window = np.isfinite(values), np.ones(min(width, len(values) - 1 | 1))
+    total = np.convolve(np.where(known, values, 0.0), window, "same")  # [n]
+    count = np.convolve(known, window, "same")  # [n]
+    return np.where(known, total / np.maximum(count, 1), np.nan)
+
+
+def sheet(titles: dict[str, str], heading: str) -> tuple:
+    """(figure, metric -> axes): an empty panel for each metric, three in a row."""
+    from matplotlib.figure import Figure  # here: it takes a second that no start should cost
+
+    rows, axes = -(-len(titles) // 3), {}
+    figure = Figure(figsize=(10, 2.4 * rows + 0.6), layout="constrained")
+    for place, (name, title) in enumerate(titles.items(), 1):
+        axis = figure.add_subplot(rows, 3, place)
+        axis.set_title(textwrap.fill(title, 36), fontsize=11, parse_math=False)  # a $ is a $
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axes[name] = axis
+    wrapped = [textwrap.fill(line, 110) for line in heading.splitlines()]
+    figure.suptitle("\n".join(wrapped), parse_math=False)
+    return figure, axes
+
+
+def draw_curves(folder: Path, config: dict, lines: list[dict]) -> object:
+    """The figure of the run in `folder`, with its config.json and its metrics. BadInput where there
+    is nothing to draw."""
+    acted = config["acted"]
+    first, later = list(PANELS)[:3], list(PANELS)[3:]
+    titles = {}
+    for name in dict.fromkeys([*first, *acted, *later]):
+        _, values = series(lines, name)
+        least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
+        if np.any(values >= least):  # False for NaN
+            titles[name] = (PANELS | acted)[name]
+    if not titles:
+        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
+    width = len(lines) // 12 | 1  # odd
+    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
+    drawn = f"faint: each step; line: mean of {width} step(s)"
+    figure, axes = sheet(titles, f"{config['algorithm']}: {setting}\n{drawn}")
+    for name, axis in axes.items():
+        steps, values = series(lines, name)  # [n], [n]
+        color = ORANGE if name in acted else BLUE
+        if name == "greedy":  # on the same problems each time: nothing to smooth
+            axis.plot(steps, values, "o-", color=BLUE, label="greedy")
+            axis.plot(*series(lines, "sampled"), "s--", color=ORANGE, label="sampled")
+            axis.legend()
+        else:
+            axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
+            axis.plot(steps, smooth(values, width), color=color)
+    return figure
+
+
+def draw_run(folder: Path) -> Path:
+    """Draw the run in `folder`; the path of its curves.png."""
+    config = saved_config(folder)
+    if not config:
+        raise BadInput(f"{folder}: holds no run")
+    figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
+    with atomic_write(folder / "curves.png") as partial:
+        figure.savefig(partial, dpi=100, format="png")
+    return folder / "curves.png"

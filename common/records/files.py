@@ -1,0 +1,95 @@
+"""The files of a run's folder: its name, atomic writing, JSON lines, config.json."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from common.cli import BadInput, blame
+
+
+def numbered(name: Path) -> Iterator[Path]:
+    """The folders name, name.2, name.3, ..."""
+    yield name
+    for number in count(2):
+        yield name.with_name(f"{name.name}.{number}")
+
+
+def new_folder(name: Path) -> Path:
+    """A new folder `name`, or, where that is not empty, name.2, name.3, ..."""
+    for folder in numbered(name):
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            if not any(folder.iterdir()):
+                # Of two runs that start at once only one makes this file.
+                (folder / "metrics.jsonl").touch(exist_ok=False)
+                return folder
+
+
+def saved_config(folder: Path) -> dict:
+    """config.json of the run in `folder`; empty if there is none or another program wrote it."""
+    path = folder / "config.json"
+    with blame(f"{path}: damaged, no JSON"):
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        sync(partial)  # else a power loss could leave the new name with nothing in it
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text atomically."""
+    with atomic_write(path) as partial:
+        partial.write_text(text, "utf-8")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot do it for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def as_lines(rows: list[dict]) -> str:
+    """Rows as JSON lines. JSON has no NaN and no infinities: they become null."""
+    plain = (json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows)
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in plain)
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    """Append rows to a JSON-lines file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(as_lines(rows))
+    sync(path)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
+    if not path.is_file():  # reading a pipe could wait for ever
+        raise BadInput(f"{path}: no such file")
+    lines = path.read_bytes().splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(lines):
+                raise BadInput(f"{path}:{number}: damaged, repair or remove the line") from error
+    return rows

@@ -1,0 +1,139 @@
+"""What a step did to each token of some responses: the rows of samples.jsonl."""
+
+import json
+from collections.abc import Sequence
+
+from common.batch import Rollout
+from common.cli import Flags
+from common.data import Task, texts_of
+from common.distributed import World, from_all, gather, global_sum
+
+LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
+SCREEN = 400  # the last characters of a text, shown on the screen
+
+
+class Samples:
+    """Whole groups of a step, token by token: one of its first mini-batch, three of its last.
+
+    A token's weight is what the optimiser step's gradient has in front of ∇ log π_θ(token): minus
+    the loss's derivative by its log-probability, over what all ranks have counted. Autograd has
+    been through the loss, so clip, mask, gate and KL term of any file are in it; that the
+    gradient's norm is clipped afterwards is not. In the first update of a rollout every ratio is 1,
+    in the last one they have moved.
+    """
+
+    def __init__(self, task: Task, args: Flags, world: World):
+        self.task = task
+        self.args = args
+        self.world = world
+
+    def wanted(self, step: int) -> bool:
+        """Whether something is kept of this step."""
+        args = self.args
+        if args.sample_every == 0:
+            return False
+        first_or_last = step in (1, args.steps)
+        return first_or_last or step % args.eval_every == 0 or step % args.sample_every == 0
+
+    def collect(
+        self, step: int, example: dict | None, minibatches: Sequence[Rollout]
+    ) -> list[dict]:
+        """The rows of a step: an evaluation's example, and groups of the first and of the last
+        mini-batch that was trained on. All ranks together."""
+        rows = []
+        if example and self.args.sample_every:
+            rows.append({"step": step, "example": as_texts(example)})
+        trained = [batch for batch in minibatches if hasattr(batch, "weight")]
+        numbers = sorted({0, len(trained) - 1}) if trained and self.wanted(step) else []
+        for number in numbers:
+            row = {"step": step, "minibatch": number + 1, "minibatches": len(trained)}
+            batch = trained[number]
+            groups = self._chosen(batch)
+            if number < len(trained) - 1:
+                groups = groups[:1]
+            rows += [row | self._group(batch, group) for group in groups]
+        return rows
+
+    def _chosen(self, batch: Rollout) -> list[int]:
+        """Up to three problems of a mini-batch: the lowest number with different rewards (two runs
+        have the same problem there), the largest sum of |weight|, the lowest reward."""
+        problems = gather(batch.problem, self.world)  # [N], of all ranks
+        rewards = gather(batch.rewards, self.world)  # [N]
+        pushes = gather((batch.weight.abs() * batch.mask).sum(dim=1), self.world)  # [N]
+        numbers = problems.unique().tolist()
+        different = [one for one in numbers if len(rewards[problems == one].unique()) > 1]
+        push = {one: pushes[problems == one].sum().item() for one in numbers}
+        reward = {one: rewards[problems == one].mean().item() for one in numbers}
+        chosen = [min(different or numbers), max(push, key=push.get), min(reward, key=reward.get)]
+        return list(dict.fromkeys(chosen))
+
+    def _group(self, batch: Rollout, group: int) -> dict:
+        """A group of a mini-batch, with the responses of all ranks."""
+        own = (batch.problem == group).nonzero()[:, 0].tolist()
+        responses = from_all([self._response(batch.rows(slice(row, row + 1))) for row in own])
+        problem = self.task.train(group)
+        texts = as_texts({"prompt": problem.prompt, "answer": problem.answer})
+        totals = global_sum({"tokens": batch.mask.sum(), "rows": len(batch)}, self.world)
+        return {
+            "group": group,
+            "tokens": int(totals["tokens"]),
+            "rows": int(totals["rows"]),
+            **texts,
+            "responses": [response for part in responses for response in part],
+        }
+
+    def _response(self, one: Rollout) -> dict:
+        """The batch of one row, as plain numbers and texts."""
+        length = int(one.ends - one.prompt_len)
+        decode = self.task.tokenizer.decode
+        columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
+        for name, column in vars(one).items():
+            if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
+                columns[name] = column[0]
+        if hasattr(one, "token_advantages"):  # instead of the response's
+            columns["advantage"] = one.token_advantages[0]
+        if one.mask.sum() < length:
+            columns["mask"] = one.mask[0]  # 0 on what a tool wrote
+        ids = one.tokens[0, :length].tolist()
+        response = one.response_ids()[0]
+        listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
+        for name, column in columns.items():
+            listed[name] = six_digits(column[:length].tolist())
+        found = {
+            "text": texts_of(one, self.task.tokenizer)[0],
+            "given": decode(response[: one.prefix_len]),
+            "reward": six_digits(one.rewards.tolist())[0],
+            "advantage": six_digits(one.advantages.tolist())[0],
+            "finished": bool(one.finished),
+        }
+        if length > LONGEST:
+            end = LONGEST // 2
+            found["left_out"] = [end, length - 2 * end]
+            listed = {name: column[:end] + column[-end:] for name, column in listed.items()}
+        return found | listed
+
+
+def as_texts(row: dict) -> dict:
+    """The row with its prompt, perhaps messages, and its answer, of any shape, as texts."""
+    texts = {}
+    for name in ("prompt", "answer"):
+        texts[name] = row[name] if isinstance(row[name], str) else json.dumps(row[name])
+    return row | texts
+
+
+def six_digits(values: list[float]) -> list[float]:
+    """The values rounded: the seventh digit of float32 is rounding."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def before_and_after(rows: list[dict]) -> list[str]:
+    """One held-out problem with its first and last answer, for the screen."""
+    examples = [row["example"] for row in rows if "example" in row]
+    if not examples:
+        return []
+    first, last = examples[0], examples[-1]
+    return [
+        f"\nprompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}",
+        f"before   {first['response'][-SCREEN:]!r}",
+        f"after    {last['response'][-SCREEN:]!r}",
+    ]

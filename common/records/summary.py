@@ -1,0 +1,31 @@
+"""What a run came to: its accuracy at the start, at its best and at the end."""
+
+from collections.abc import Sequence
+
+LOST = 0.8  # of the best accuracy
+
+
+def fell(accuracies: Sequence[float]) -> bool:
+    """Whether a run with these held-out accuracies, in order, has fallen: it ends below LOST of its
+    best. The one definition of a fall (docs/glossary.md)."""
+    return accuracies[-1] < LOST * max(accuracies)
+
+
+def summary_of(lines: list[dict]) -> dict:
+    """The first and the last held-out accuracy of a run, the best (greedy) with its step, whether
+    the run fell, and its seconds. `lines`: of its metrics.jsonl."""
+    measured = [line for line in lines if "greedy" in line]
+    best = max(measured, key=lambda line: line["greedy"])
+    summary = {"best": best["greedy"], "best_step": best["step"]}
+    summary["fell"] = fell([line["greedy"] for line in measured])
+    for how in ("greedy", "sampled"):
+        summary[f"{how}_before"] = lines[0][how]
+        summary[f"{how}_after"] = measured[-1][how]
+    return summary | {"seconds": sum(line["seconds"] for line in lines)}
+
+
+def ending_of(summary: dict) -> str:
+    """`best 0.79 at step 5, now 0.18: it fell`"""
+    best = f"best {summary['best']:.2f} at step {summary['best_step']}"
+    ending = f"{best}, now {summary['greedy_after']:.2f}"
+    return f"{ending}: it fell" if summary["fell"] else ending

@@ -1,0 +1,152 @@
+"""The output head: from hidden states to log-probabilities, a block of rows at a time.
+
+At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula keeps
+several. Here a block's logits are made, read and dropped, and made again in the backward pass.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.distributed import Compiled
+
+# Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
+BLOCK_ELEMENTS = 2**27
+Pair = tuple[Tensor, Tensor]
+Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
+
+
+def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden `[..., H]` @ weight `[V, H]` transposed: `[..., V]`, float32.
+
+    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
+    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
+    disagree, and no ratio would be 1. (CPUs have no such kernel.)
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        flat = hidden.flatten(0, -2)  # [b, H]
+        product = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+        return product.unflatten(0, hidden.shape[:-1])
+    return nn.functional.linear(hidden, weight).float()
+
+
+class Head(NamedTuple):
+    """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
+    them softly (0: it does not), over a temperature."""
+
+    temperature: float = 1.0
+    cap: float = 0.0
+
+    def logits(self, product: Tensor) -> Tensor:
+        """`[..., V]` -> `[..., V]`, float32."""
+        if self.cap:
+            product = self.cap * torch.tanh(product / self.cap)
+        return product if self.temperature == 1 else product / self.temperature
+
+
+def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
+    """A model's head, by what families call their factor and their cap in config.json."""
+    factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
+    return Head(temperature * divisor / factor, cap)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total [V, H]`, float32, += `left [V, b]` @ `right [b, H]`.
+
+    On a GPU inside the product's kernel: nothing is rounded to bfloat16, written and read again.
+    """
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
+    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
+    each row: `[b]`."""
+    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
+    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
+    return logprobs.gather(-1, tokens), statistic
+
+
+def d_product(
+    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
+) -> Tensor:
+    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
+    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
+    logits = head.logits(product)  # [b, V]
+    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    d_logits.scatter_add_(-1, tokens, d_logp)
+    if head.temperature != 1:
+        d_logits /= head.temperature
+    if head.cap:  # tanh' = 1 - tanh²
+        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
+    return d_logits.to(dtype)
+
+
+# Compiled, they write fewer tensors of that size, and read them less often.
+compiled_read_block = Compiled(read_block)
+compiled_d_product = Compiled(d_product)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
+
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
+    both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
+    of the first one.
+    """
+
+    @staticmethod
+    def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
+        rows = max(1, BLOCK_ELEMENTS // len(weight))
+        return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+        readout: Readout | None,
+        compiled: bool = False,
+    ) -> Pair:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.head, ctx.compiled = head, compiled
+        read = compiled_read_block if compiled else read_block
+        tokens = columns(targets)  # [M, K]
+        logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
+        statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            product = head_product(hidden[rows], weight)  # [b, V]
+            part, statistic[rows] = read(product, tokens[rows], head, readout)
+            columns(logp)[rows] = part  # [b, K]
+        ctx.mark_non_differentiable(statistic)
+        return logp, statistic
+
+    @staticmethod
+    def backward(ctx, d_logp: Tensor, _: None) -> tuple:
+        hidden, weight, targets = ctx.saved_tensors
+        tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
+        d_hidden = torch.empty_like(hidden)  # [M, H]
+        # Summed over blocks in float32: in bfloat16 every block would round what came before it.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        differentiate = compiled_d_product if ctx.compiled else d_product
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            product = head_product(hidden[rows], weight)  # [b, V]
+            inputs = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            gradient = differentiate(*inputs)  # [b, V]
+            d_hidden[rows] = gradient @ weight
+            add_product(d_weight, gradient.T, hidden[rows])
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
+
+
+def columns(x: Tensor) -> Tensor:
+    """`[M]` as `[M, 1]`; `[M, K]` as it is."""
+    return x if x.dim() == 2 else x[:, None]

@@ -1,0 +1,183 @@
+"""|g_i|, the norm of every single response's gradient g_i = ∇ Σ_t log π(y_t), from one pass.
+
+A backward pass gives the sum of all g_i, but the terms of each g_i are available layer by layer. At
+the weight of a linear map y = W x, response i has the gradient Σ_s d_s x_sᵀ: d_s is the gradient at
+y, and s runs over the places of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the
+embedding, d_s is added to the row of token s. The square of each part is added to |g_i|². The part
+is then dropped, and the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799;
+for Transformers Li et al. 2021, arXiv 2110.05679.)
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from common.batch import Rollout
+from common.cli import Flags
+from common.distributed import World
+from common.logprobs import micro_batches, response_logprobs
+from common.scale.head import BLOCK_ELEMENTS, d_product, head_of, head_product
+
+
+def gradient_norms(
+    policy: nn.Module, batch: Rollout, args: Flags, world: World
+) -> tuple[Tensor, Tensor]:
+    """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
+
+    All ranks call it together, each with any number of its own responses.
+    """
+    logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
+    for rows in micro_batches(policy, batch, args.micro_tokens, world):
+        logp[rows], norms[rows] = in_one_pass(policy, batch.rows(rows), args.temperature)
+    return logp, norms
+
+
+def unsupported_module(policy: nn.Module) -> str:
+    """The class of the first module that `in_one_pass` has no part for; "" if it has all parts."""
+    embedding = policy.lm.get_input_embeddings()
+    known = {embedding} if type(embedding) is nn.Embedding else set()
+    for module in policy.modules():
+        if [*module.parameters(recurse=False)] and module not in known and not part_of(module):
+            return type(module).__name__
+    return ""
+
+
+@torch.compiler.set_stance("force_eager")  # a layer compiled without the hooks would leave them out
+def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward pass and one backward pass.
+
+    The backward pass goes to the embedding's output. No parameter gets a gradient, so FSDP has none
+    to add up.
+    """
+    lm, embedding = policy.lm, policy.lm.get_input_embeddings()
+    squares = micro.mask.new_zeros(max(1, len(micro)), requires_grad=True)  # [n], see Tap
+    head = HeadPart(lm, micro, temperature)
+
+    def tap(part: Callable) -> Callable:
+        """A forward hook that puts a Tap behind a module."""
+        return lambda module, inputs, output: Tap.apply(output, inputs[0], squares, part)
+
+    def tap_head(module: nn.Module, inputs: tuple, output: object) -> None:
+        hidden = output.last_hidden_state  # [n, S, H]
+        output.last_hidden_state = Tap.apply(hidden, hidden, squares, head)
+
+    hooks = [lm.base_model.register_forward_hook(tap_head)]
+    hooks.append(embedding.register_forward_hook(tap(partial(embedding_part, embedding, head))))
+    for module in lm.base_model.modules():
+        part = part_of(module)
+        if part:
+            hooks.append(module.register_forward_hook(tap(part)))
+    logp, _ = response_logprobs(policy, micro, temperature, readout=None)  # [n, T]
+    (squared_norms,) = torch.autograd.grad(logp.sum(), squares)  # [n]
+    for hook in hooks:
+        hook.remove()
+    return logp.detach(), squared_norms[: len(micro)].clamp(min=0).sqrt()
+
+
+class Tap(torch.autograd.Function):
+    """Returns a module's output unchanged; in backward, it adds the module's part of |g_i|².
+
+    `squares` `[n]` has no part in the output. Its gradient is used as an accumulator: each tap
+    returns its squares as the gradient of `squares`, and autograd adds them up over all taps.
+    `part(x, d_output)` computes them from the module's input `x` and from the gradient at its
+    output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it and
+    makes it again.
+    """
+
+    @staticmethod
+    def forward(ctx: object, output: Tensor, x: Tensor, squares: Tensor, part: Callable) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.part = part
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: object, d_output: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return d_output, None, ctx.part(x, d_output), None
+
+
+class HeadPart:
+    """The output head's part of |g_i|².
+
+    The head is a linear map too. But TokenLogprobs computes its output in blocks and keeps none of
+    them, so they are computed here a second time.
+    """
+
+    def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
+        self.lm, self.micro, self.head = lm, micro, head_of(lm, temperature)
+        # The head's gradient in the row of the token at each place. The backward pass reaches the
+        # head first and the embedding last, which needs it if both share their weight.
+        self.at_tokens: Tensor | None = None  # [n, S, H]
+
+    def __call__(self, hidden: Tensor, _: Tensor) -> Tensor:
+        """Squares `[n]` from the last hidden state `[n, S, H]`."""
+        micro, weight = self.micro, self.lm.lm_head.weight  # [V, H]
+        S = hidden.shape[1]
+        squares = hidden.new_zeros(max(1, len(micro)), dtype=torch.float32)  # [n]
+        self.at_tokens = torch.zeros_like(hidden)
+        for row, prompt_len in enumerate(micro.prompt_len.tolist()):
+            gradient = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]: of one response
+            x = hidden[row, prompt_len - 1 :]  # [T, H]: at the places that predict its tokens
+            tokens = micro.tokens[row, : len(x), None]  # [T, 1]
+            ones = micro.mask[row, : len(x), None]  # [T, 1]
+            steps = torch.arange(len(tokens), device=hidden.device)  # [T]
+            for block in steps.split(max(1, BLOCK_ELEMENTS // len(weight))):
+                inputs = tokens[block], ones[block], self.head, weight.dtype
+                d = d_product(head_product(x[block], weight), *inputs)  # [b, V]
+                gradient += d.T @ x[block]
+            squares[row] = torch.linalg.vector_norm(gradient).square()
+            self.at_tokens[row] = gradient[micro.sequences[row, :S]].to(hidden.dtype)
+        return squares
+
+
+def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: Tensor) -> Tensor:
+    """The embedding's part of |g_i|² `[n]`: a token's row collects the gradients d `[n, S, H]` of
+    all places `[n, S]` with this token, and the head's gradient if both share their weight."""
+    if embedding.padding_idx is not None:  # autograd leaves that row without a gradient
+        d = d * (tokens != embedding.padding_idx)[..., None]
+    same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
+    row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
+    if head.lm.lm_head.weight is embedding.weight:
+        # One weight has both gradients: b = `row` and the head's, a = `at_tokens`. HeadPart has
+        # counted |a|². What is missing of |a + b|² is b (b + 2a), and b sums d over places.
+        row = row + 2 * head.at_tokens
+    return (d.float() * row.float()).sum((1, 2))
+
+
+def part_of(module: nn.Module) -> Callable | None:
+    """The function that computes a module's part of |g_i|², for `Tap`; None for other kinds."""
+    if type(module) is nn.Linear:
+        return partial(linear_part, module)
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return partial(norm_part, module)
+    return None
+
+
+def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
+    """|Σ_s d_s x_sᵀ|² = Σ_s Σ_s' (d_s · d_s') (x_s · x_s') `[n]`, by the side with less work.
+
+    x `[n, S, I]`, d `[n, S, O]`.
+    """
+    S, inner = x.shape[1:]
+    outer = d.shape[2]
+    if S * (inner + outer) < inner * outer:
+        pairs = ((y @ y.mT).flatten(1).float() for y in (x, d))  # [n, S·S] each
+        squares = torch.linalg.vecdot(*pairs)  # [n]
+    else:
+        rows = max(1, BLOCK_ELEMENTS // (inner * outer))
+        gradients = (b.mT @ a for a, b in zip(x.split(rows), d.split(rows)))  # [r, O, I] each
+        norm = partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float32)
+        squares = torch.cat([norm(gradient) for gradient in gradients]).square()  # [n]
+    return squares if module.bias is None else squares + d.float().sum(1).square().sum(1)
+
+
+def norm_part(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    """|Σ_s d_s ⊙ x̂_s|² `[n]`, over places and heads; x̂ = x / sqrt(mean x² + ε).
+
+    x and d `[n, ..., H]`.
+    """
+    x, d = (y.float().flatten(1, -2) for y in (x, d))  # [n, S, H]
+    scale = (x.square().mean(-1) + module.variance_epsilon).rsqrt()  # [n, S]
+    return (scale[:, None] @ (x * d)).square().sum((1, 2))

@@ -1,0 +1,1 @@
+"""What problems and rewards are made of: sources, rows, verifiers, answers, equality."""

@@ -1,0 +1,136 @@
+"""Which text of a response is its final answer, and how it is written.
+
+Here and in equality.py a rule that could turn a wrong answer into a right one is no rule.
+"""
+
+import json
+import re
+import unicodedata
+from functools import lru_cache
+from pathlib import Path
+
+LONGEST = 1000  # characters: a longer answer is none, which bounds all work on it
+# A box and its brace, or what a box without braces holds
+BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
+# "Answer: ", "the final answer is ", in one clause; "#### 7", but no heading ("#### 3. Total")
+NAMED = r"(?<!to )(?:answer|option|答案)(?:[^\n.,;\d]{,40}?(?:\bis\b|[是为:：])|\W{,5}?[=\n])"
+LABEL = rf"(?i:{NAMED}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:：\s])"
+# To its end, or to the end of a displayed formula
+SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
+# Words are what separates the formulas of a sentence, but for those that belong to a number.
+WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
+PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
+# Where an answer ends: ", since 5 + 7 = 12"
+REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
+# A number, or the letter of an option
+NAMES_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
+
+
+@lru_cache(1)  # a worker needs it twice
+def final_answer(response: str) -> str:
+    """The text that a response names last as its answer, as `written`; "" if it names none.
+
+    In this order: the last box, what stands in an <answer> tag, what follows "answer is", the last
+    number. A thought, <think>...</think>, names nothing, and if it is never closed neither does the
+    response.
+    """
+    said = response.rpartition("</think>")[2]
+    answer = "" if "<think>" in said else marked(said)
+    if answer is None:
+        answer = last_number(said[-LONGEST:]) or said
+    return written(answer) if len(answer) <= LONGEST else ""
+
+
+def marked(text: str) -> str | None:
+    """What the last box, <answer> tag or label of a text names; None without any."""
+    _, tag, text = text.rpartition("<answer>")
+    answer = last_box(text)
+    if answer is None and tag:
+        answer = text.partition("</answer>")[0]
+    text = text[-LONGEST:] if answer is None else written(answer[-LONGEST:])
+    labels = list(re.finditer(LABEL, text))
+    if labels:
+        sentence = SENTENCE.match(text, labels[-1].end())[0]
+        return re.split(REASON, written(sentence))[0]
+    return answer
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last box that has any; "" if it never closes, None without a box."""
+    for box in reversed(list(re.finditer(BOX, text))):
+        content = box[1]
+        if content == "{":
+            depth = 1
+            for brace in re.compile(r"\\[\\{}]|[{}]").finditer(text, box.end()):
+                depth += {"{": 1, "}": -1}.get(brace[0], 0)
+                if depth == 0:
+                    content = text[box.end() : brace.start()]
+                    break
+            else:
+                return ""
+        if content.strip() and written(content[:LONGEST]) not in ("", "?", r"\ldots"):
+            return content
+    return None
+
+
+def last_number(text: str) -> str:
+    """The last part between words that names a number or an option, of a text's last 20 lines that
+    may hold one; "" without any."""
+    lines = [line for line in text.split("\n") if NAMES_ONE.search(line)]
+    for line in reversed(lines[-20:]):
+        line = written(line)
+        parts = re.split(PAUSE, line) if re.search(WORD, line) else [line]
+        named = [part for part in parts if NAMES_ONE.search(part)]
+        if named:
+            return named[-1]
+    return ""
+
+
+TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
+SYMBOLS = str.maketrans(TABLES["symbols"])
+NAMES, FACTORS = TABLES["names"], TABLES["factors"]
+SPELLINGS = [  # (what is replaced, by what), in this order
+    # 10⁻⁸, which is 10^{-}^{8} by now
+    (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
+    # An array in brackets is a matrix; the rows of a system are a list, where & only aligns them.
+    (r"([(\[|] ?\\begin\{)array\} ?\{[^{}]*\}(.*?\\end\{)array\}", r"\1matrix}\2matrix}"),
+    (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),
+    (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
+    (r"\s*,?\s*&?\s*=\s*&?", " = "),
+    (r"\\left\\\{(?=.*\\right\.)|\\right\.|\\!|\\(?:(?:text)?color|hspace)\s*\{[^{}]*\}", ""),
+    # One $ before a number is a currency; the others stand around formulas.
+    (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
+    (r"(?<!\\)(?:\$|\\[\[\](),;: ])|~|\\q?quad(?![A-Za-z])", " "),
+    (r"\\(?:text|mbox|math)(?:rm|bf|it|sf|cal)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    # pi, as \pi; 5 million, as 5 \times 10^{6}
+    (r"\\?[A-Za-z]+|&[lg]t;", lambda name: NAMES.get(name[0], name[0])),
+    (r"(?<=[\d}])\s*[A-Za-z]+", lambda word: FACTORS.get(word[0].strip().lower(), word[0])),
+    (r"^\{([^{}]*)\}$|\{([,:])\}", r"\1\2"),
+    (r"(?:\bsq(?:uare)?\.?\s+(?!root)|平方)([^\W\d_]+)", r"\1^2"),
+    (r"(?<![-\w])(?:minus|negative)\s+(?=[\d.\\(])", "-"),
+    (r"(?<=\w)\*\*(?=\w)", "^"),
+    # Markdown, quotes and punctuation at the edges
+    (r"\*\*|^[\s*_`'\",;:=]+|(?:\"\s*\})?[\s*_`\".,;:\\]*$", ""),
+    (r"(?:\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+)\s*", r"\\ldots "),
+    (r"\^\s*\{?\s*\\circ\s*\}?\s*", r"^\\circ "),
+    (r"\\?%\s*", r"\\% "),
+    (r"\\sqrt\s*(\[\d\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
+    # 2e4, which would be Euler's e; 3 and 1/2; 3 1/2
+    (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
+    (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),
+    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    # 3.14...; \sqrt{2} \approx 1.4; about 3, option **C
+    (r"^(\d*\.\d+)\s*\\ldots\s*$|(?<=[\d}])\s*\\approx.*$", r"\1"),
+    (rf"^\s*(?:(?:{TABLES['neutral']}|\\?approx\w*)[\s*:]*)+", ""),
+    # $5 as 5 $
+    (r"^\s*([-+]?)\s*(?:US\s*)?(\\\$|[¢-¥₠-₿]|USD|Rs\b)\.?\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),
+]
+
+
+def written(text: str) -> str:
+    """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
+    text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
+    text = " ".join(text.split())
+    for pattern, new in SPELLINGS:
+        text = re.sub(pattern, new, text, flags=re.DOTALL)
+    return text.strip()

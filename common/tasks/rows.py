@@ -1,0 +1,203 @@
+"""Rows of sets: prompts and reference answers, out of local files and the sets of hub.json.
+
+A row that would be trained on wrongly without anybody noticing is refused, by its file and number.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from common.cli import BadInput, blame, say
+from common.tasks.answers import last_box
+
+Prompt = str | list[dict]  # a text, or chat messages
+Row = tuple[Prompt, object]  # prompt, reference answer
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Columns(NamedTuple):
+    """Where a set is on the hub ("": in a file), its columns, and its splits ("": it has none)."""
+
+    path: str
+    prompt: str
+    answer: str
+    extract: str = ""  # how the reference is read out of the answer's column
+    train: str = ""
+    test: str = ""
+    config: str | None = None
+
+
+HUB = json.loads(Path(__file__).with_name("hub.json").read_text("utf-8"))
+HUB = {name: Columns(**row) for name, row in HUB.items()}
+
+
+def boxed(solution: str) -> str:
+    """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
+    _, box, rest = solution.rpartition("\\boxed")
+    return last_box(box + rest) or ""  # not of an earlier box, which would be a wrong reference
+
+
+def after_hashes(solution: str) -> str:
+    """GSM8K: the number after `####`, without thousands separators."""
+    return solution.partition("####")[2].partition("\n")[0].replace(",", "")
+
+
+def listed(answers: str | list[str]) -> str:
+    """OlympiadBench: a final answer or a list of them, often between dollar signs."""
+    text = answers if isinstance(answers, str) else ", ".join(answers)
+    return re.sub(r"(?<!\\)\$", "", text)
+
+
+def without_zeros(answer: object) -> str:
+    """AIME: 25 for 025; one answer is 336^\\circ."""
+    return as_text(answer).lstrip("0") or "0"
+
+
+EXTRACT = {
+    "boxed": boxed,
+    "after_hashes": after_hashes,
+    "listed": listed,
+    "number": without_zeros,
+    "": lambda answer: answer,
+}
+
+
+def rows_of(
+    spec: str,
+    split: str = "train",
+    prompt_column: str = "prompt",
+    answer_column: str = "answer",
+    firsts: list | None = None,
+) -> list[Row]:
+    """The rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a file
+    with the columns of a hub set (`gsm8k:my.jsonl`).
+
+    `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
+    A set's row whose solution has no answer is left out. To `firsts` the first prompt of each kind
+    is added, with its place (see `kind_of`).
+    """
+    name, _, file = spec.partition(":")
+    columns = HUB.get(name, Columns("", prompt_column, answer_column))
+    path = Path(file if name in HUB else spec)
+    rows, kinds = [], {}
+    unanswered = []  # numbers of rows
+    for number, row in hub_rows(name, split) if spec in HUB else file_rows(path):
+        entries = flat(row)
+        if {columns.prompt, columns.answer} - entries.keys():
+            needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(entries)}"
+            raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
+        with blame(f"{spec}:{number}: cannot be used"):
+            answer = EXTRACT[columns.extract](entries[columns.answer])
+            if columns.extract and not answer.strip():
+                unanswered.append(number)
+            else:
+                prompt = as_prompt(entries[columns.prompt])
+                kinds.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
+                rows.append((prompt, as_text(answer)))
+    if not rows:
+        raise BadInput(f"{spec}: holds no problem with an answer")
+    if unanswered and os.environ.get("RANK", "0") == "0":
+        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
+        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
+    if firsts is not None:
+        firsts.extend(kinds.values())
+    return rows
+
+
+def flat(row: dict, path: str = "") -> dict[str, object]:
+    """A row's entries that are not null; those of a dict in it by `reward_model.ground_truth`."""
+    entries = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            entries |= flat(value, f"{path}{name}.")
+        elif value is not None:
+            entries[path + name] = value
+    return entries
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """A text or chat messages, in which something is asked; else a ValueError."""
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for turn in turns:
+        known = isinstance(turn, dict) and turn.get("role") in ROLES
+        if not known or not isinstance(turn.get("content"), str):
+            needs = f"a message needs a content (a text) and a role ({', '.join(ROLES)})"
+            needs += "; rename ShareGPT's from, value and human"
+            raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
+        turn["content"].encode()  # half an emoji: no tokenizer can read it
+    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        raise ValueError("its prompt must end with a question, not with nothing or an answer")
+    return prompt
+
+
+def kind_of(prompt: Prompt) -> str:
+    """By what a chat template refuses prompts: a text, or the roles and keys of messages."""
+    turns = prompt if isinstance(prompt, list) else []
+    return str([(turn["role"], sorted(turn)) for turn in turns])
+
+
+def as_text(answer: object) -> str:
+    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. Else a ValueError."""
+    if isinstance(answer, float | np.floating) and math.isfinite(answer):
+        answer = np.format_float_positional(answer, trim="-")
+    elif isinstance(answer, int | np.integer | Decimal):
+        answer = str(answer)
+    text = answer.strip() if isinstance(answer, str) else ""
+    if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
+        raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
+    return text
+
+
+def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """The rows of a .jsonl or .parquet file, each with its number from 1.
+
+    Not by `datasets.load_dataset("json")`: it takes seconds, counts from 0 without empty lines,
+    and makes 7 of "007" where another row of the column has a number.
+    """
+    if path.suffix not in (".jsonl", ".parquet"):
+        known = f"arithmetic, a .py, .jsonl or .parquet file, or one of {', '.join(HUB)}"
+        raise BadInput(f"{str(path)!r}: unknown, use {known}")
+    if not path.is_file():  # reading a pipe could wait for ever
+        raise BadInput(f"{path}: no such file")
+    with blame(f"{path}: cannot be read"):
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+            return
+        lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            # iconv converts the encoding, jq writes the rows of an array as lines.
+            with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__}")
+            yield number, row
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object's dict; of a key that stands there twice json would keep the last value."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return dict(pairs)
+
+
+def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
+    """The rows of a set on the hub, each with its number from 1."""
+    import datasets
+
+    columns = HUB[name]
+    of_hub = columns.test if split == "test" and columns.test else columns.train
+    if not of_hub:
+        raise BadInput(f"{name}: has no training split, use it as --eval_task")
+    with blame(f"{name}: cannot be read"):  # offline, renamed, gated, damaged
+        rows = datasets.load_dataset(columns.path, columns.config, split=of_hub)
+    yield from enumerate(rows, 1)

@@ -1,0 +1,160 @@
+"""Where rows come from: the embedded arithmetic, a task file, or a set, with what scores them.
+
+`train` is a pure function: `train(i)` is the i-th row of this seed's endless stream. The data
+cursor is therefore one integer, the same for any number of ranks, and a resumed run sees the
+problems that the uninterrupted one would have seen.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+
+from common.cli import BadInput, Flags, blame
+from common.tasks.reward import TASK_FILE, Verifier, digest, fingerprint, load_task_file
+from common.tasks.reward import read_task_file
+from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of
+from common.tiny import arithmetic
+
+Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+# (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
+Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
+
+
+@dataclass
+class Source:
+    """Rows for training and for evaluation, before their prompts become tokens. For the fields with
+    a default see `Task`."""
+
+    train: Callable[[int], Row]
+    held_out: list[Row]
+    verifier: Score
+    instruction: str | None  # appended to every text; None: prompts as they are, see `encode`
+    fingerprint: str = ""
+    final: Callable[[list[str]], list[str]] | None = None
+    reply: Tool | None = None
+    reply_error: str = ""
+    # One prompt of each kind, with its place: what the tokenizer cannot write is refused at once
+    firsts: list[tuple[Prompt, str]] = field(default_factory=list)
+
+
+def source_for(args: Flags, has_template: bool) -> Source:
+    """The source that `--task` names; `has_template`: the tokenizer has a chat template."""
+    is_file = bool(TASK_FILE.fullmatch(args.task))
+    if args.eval_task and (is_file or args.task in arithmetic.KINDS):
+        raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
+    if is_file:
+        return of_task_file(args, has_template)
+    if args.task in arithmetic.KINDS:
+        return of_arithmetic(args)
+    return of_sets(args)
+
+
+def of_arithmetic(args: Flags) -> Source:
+    """The embedded task, of any kind; its held-out problems are the same for every seed."""
+    kind = arithmetic.KINDS[args.task]
+
+    def as_row(prompt: str) -> Row:
+        _, answer = arithmetic.work(prompt)
+        return prompt, answer
+
+    def train(index: int) -> Row:
+        return as_row(arithmetic.training_prompt(args.seed, index, kind))
+
+    def verifier(completions: list[str], answers: list[str]) -> list[float]:
+        return list(map(arithmetic.arithmetic_reward, completions, answers))
+
+    held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
+    held_out = map(as_row, arithmetic.held_out_prompts(args.eval_problems, held_out_kind))
+    source = Source(train, list(held_out), verifier, instruction=None)
+    source.final = lambda texts: list(map(arithmetic.final_number, texts))
+    source.reply = lambda texts, answers: [(arithmetic.calculator(text), "") for text in texts]
+    return source
+
+
+def of_task_file(args: Flags, has_template: bool) -> Source:
+    """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
+
+    `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
+    `held_out` has such pairs. `reward(response, reference)`, if there is one, runs in the same
+    bounded workers as math-verify and replaces it. A text prompt goes through the model's chat
+    template, if it has one; else it is taken as it is.
+    """
+    text = read_task_file(args.task)
+    custom = load_task_file(args.task, text)
+    own_reward = hasattr(custom, "reward")
+    begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
+    last = begin + getattr(args, "steps", 1) * getattr(args, "prompts_per_step", 1) - 1
+    problems = fingerprint(args.task, text, custom, last)
+
+    def as_row(pair: tuple, where: str) -> Row:
+        with blame(f"--task {args.task}: {where} gives no (prompt, answer) that can be used"):
+            if not isinstance(pair, tuple | list):
+                raise TypeError(f"a {type(pair).__name__}")  # a dict's keys would be two texts
+            prompt, answer = pair
+            answer = answer if own_reward else as_text(answer)
+            json.dumps(answer)  # as it goes to the process that scores
+            return as_prompt(prompt), answer
+
+    def train(index: int) -> Row:
+        return as_row(custom.train(begin + index), f"train({begin + index})")
+
+    first = custom.held_out[: args.eval_problems]
+    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
+    how = getattr(custom, "bounds", {}) | {"problems": problems}
+    verifier = Verifier(args.task, **how) if own_reward else Verifier()
+    instruction = "" if has_template else None
+    source = Source(train, held_out, verifier, instruction, problems)
+    if hasattr(custom, "reply"):
+        source.reply = Verifier(args.task, **how, function="reply").ask
+        source.reply_error = getattr(custom, "reply_error", "")
+    return source
+
+
+def of_sets(args: Flags) -> Source:
+    """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
+
+    Without a test split, up to a quarter of it is held out. A prompt that is held out is never
+    trained on, in whatever row it stands.
+    """
+    firsts = []  # see `Source`
+    columns = (args.prompt_column, args.answer_column, firsts)
+    rows = rows_of(args.task, "train", *columns)
+    own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
+    test = rows
+    if own_test:
+        test = rows_of(args.eval_task or args.task, "test", *columns)
+    shuffled = list(test)
+    random.Random("held-out").shuffle(shuffled)  # the same for every seed
+    held_out = {}  # a prompt's text: its first row
+    for row in shuffled:
+        held_out.setdefault(text_of(row), row)
+    if not own_test:
+        most = min(args.eval_problems, max(1, len(held_out) // 4))
+        held_out = dict(islice(held_out.items(), most))
+    kept = [row for row in rows if text_of(row) not in held_out]
+    if not kept:
+        raise BadInput(f"--task {args.task}: all of its {len(rows)} problems are held out")
+
+    @lru_cache(2)
+    def epoch(number: int) -> np.ndarray:
+        return np.random.default_rng([args.seed, number]).permutation(len(kept))
+
+    def train(index: int) -> Row:
+        number, place = divmod(index, len(kept))
+        return kept[epoch(number)[place]]
+
+    read = digest([rows, test])
+    source = Source(train, list(held_out.values()), Verifier(), args.instruction, read)
+    source.firsts = firsts
+    return source
+
+
+def text_of(row: Row) -> str:
+    """A row's prompt, to compare it with others."""
+    prompt, _ = row
+    return str(prompt).strip()

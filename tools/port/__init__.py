@@ -1,1 +1,0 @@
-"""Methods that TRL and verl lack, as plug-ins: docs/port.md says how to use them."""
