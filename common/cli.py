@@ -138,9 +138,9 @@ class Flags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of forward and backward; the master weights are always float32 (auto: bfloat16 on
     GPUs, float32 on CPUs)."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile decoder layers and the head's softmax. On an H100, compiled layers took a third off
-    an update (auto: on GPUs, for dense models of more than 300M parameters)."""
+    compile: bool = False
+    """Compile decoder layers and the head's softmax. On an H100 it took a third off the update of
+    some layers; no step of a large model has been timed."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     shard_ranks: Whole = 0

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,29 +23,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.cli import BadInput, Flags, blame, in_one_line, say
-from common.scale.routing import routers
 
 # How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
 # before an update they have agreed on the number of micro-batches, so they enter it together: a
 # rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
-COMPILED = 300_000_000  # parameters; a guess: below it, compiling takes longer than it saves
 LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
 
 class StopFlag:
-    """SIGINT (Ctrl-C), SIGTERM and SIGUSR1 finish the current step, or the current batch of an
-    evaluation; a second one kills as usual."""
+    """SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) finish the current step, or
+    the current batch of an evaluation; a second one kills as usual. nohup's SIGHUP stays ignored.
+    """
 
     def __init__(self):
         self.raised = False
 
     def listen(self) -> None:
         """Until this is called a signal ends the program at once."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._raise)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
         self.raised = True
@@ -119,8 +120,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     # The decoder's layers, by whatever name a family holds them
     layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
     size = sum(parameter.numel() for parameter in policy.parameters())
-    pays = world.device.type == "cuda" and size > COMPILED and not routers(policy.lm)
-    if args.compile == "on" or (args.compile == "auto" and pays):
+    if args.compile:
         policy.compiled = True
         for layer in layers:
             layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
@@ -157,12 +157,14 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
 
 
 class Compiled:
-    """A function that torch.compile compiles at its first call, for inputs of any shape.
+    """A function that torch.compile compiles at its first call, for inputs of any shape: with
+    gradients, also its backward pass.
 
     Where that fails, one line says so, and this process compiles nothing any more.
     """
 
     failed = False
+    seconds = 0.0  # the first call of all, which compiles
 
     def __init__(self, function: Callable, dynamic: bool | None = None):
         """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
@@ -171,14 +173,28 @@ class Compiled:
 
     @cached_property
     def compiled(self) -> Callable:
+        # The backward pass is compiled with the forward pass, where `__call__` sees it fail. By
+        # default it waits for `loss.backward()`.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+        # Inside a fused kernel bfloat16 numbers are rounded where uncompiled layers round them, so
+        # that the hf sampler, which is not compiled, computes the same log-probs.
+        options = {"emulate_precision_casts": True}
         # All layers of all models share the limit, 8 by default. Policy and reference need more:
         # a graph with gradient, one without, one for frozen weights, and each again for one row.
-        return torch.compile(self.function, dynamic=self.dynamic, recompile_limit=64)
+        return torch.compile(
+            self.function, dynamic=self.dynamic, recompile_limit=64, options=options
+        )
 
     def __call__(self, *inputs: object, **named: object) -> object:
         if not Compiled.failed:
+            start = time.perf_counter()
             try:
-                return self.compiled(*inputs, **named)
+                outputs = self.compiled(*inputs, **named)
+                if not Compiled.seconds:
+                    Compiled.seconds = time.perf_counter() - start
+                    if os.environ.get("RANK", "0") == "0":
+                        say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
+                return outputs
             except TorchDynamoException as error:
                 Compiled.failed = True
                 why = in_one_line(error)

@@ -261,7 +261,10 @@ class Run:
         self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
-            idle = f"{self.acted} was 0 at every step: the mechanism that it measures never acted"
-            self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
+            idle = f"{self.acted} was 0 at every step"
+            if self.args.minibatches == 1:  # nothing is wrong
+                self.say(f"{idle}: with --minibatches 1 no ratio leaves 1, and no clip can act")
+            else:
+                self.say(f"\nWARNING: {idle}: its mechanism never acted (too few steps?).")
         if samples.is_file():
             self.say(f"\nlook at it: python -m tools.page {self.folder}")

@@ -47,7 +47,7 @@ RUNS = {
 for name in NINE:
     acts = " ".join(map(str, MORE.get(name, [])))
     RUNS[name] = f"{name} {SHORT} --rollout hf {acts}"
-COMPILE = ["--compile", "on"] if "--compile" in sys.argv else []
+COMPILE = ["--compile"] if "--compile" in sys.argv else []
 # The first loss asks for a petabyte.
 TOO_LARGE = """
 import common, grpo, torch
@@ -82,7 +82,7 @@ def compare_gradients() -> None:
     exact = gradient(Policy(copy.deepcopy(lm)), batch, ALONE)
     mine = batch.to(world.device).rows(slice(world.rank, None, world.size))
     for dtype in ("float32", "bfloat16"):
-        args = grpo.Args(dtype=dtype, shard_ranks=world.size, compile="on" if COMPILE else "off")
+        args = grpo.Args(dtype=dtype, shard_ranks=world.size, compile=bool(COMPILE))
         found = gradient(shard(Policy(copy.deepcopy(lm)), args, world), mine, world)
         if world.rank == 0:
             print(f"GRADIENT {dtype} {(found - exact).norm() / exact.norm():.1e}")

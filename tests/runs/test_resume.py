@@ -11,6 +11,7 @@ from pathlib import Path
 import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
+from common.distributed import StopFlag
 from common.records import checkpoint
 from common.records.checkpoint import checkpoints
 
@@ -108,7 +109,8 @@ def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
-STOPS = [signal.SIGUSR1, *(pytest.param(n, marks=slow) for n in (signal.SIGTERM, signal.SIGINT))]
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+STOPS = [STOPS.pop(), *(pytest.param(number, marks=slow) for number in STOPS)]
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -118,6 +120,16 @@ def test_signals_finish_the_step_save_and_exit_0(tmp_path, number):
     assert run.returncode == 0, run.stderr[-2000:]
     assert metrics(tmp_path / "run")[-1]["step"] == 3
     assert (tmp_path / "run/checkpoints/step_000003").exists()
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(monkeypatch):
+    handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_DFL)
+    handlers[signal.SIGHUP] = signal.SIG_IGN
+    monkeypatch.setattr(signal, "getsignal", handlers.get)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    StopFlag().listen()
+    ignored = [number for number, handler in handlers.items() if handler == signal.SIG_IGN]
+    assert ignored == [signal.SIGHUP] and signal.SIG_DFL not in handlers.values()
 
 
 @slow

@@ -17,11 +17,13 @@ def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
     assert "weights not synced" in capsys.readouterr().err
 
 
-def test_an_idle_algorithm_is_said_loudly(tmp_path, capsys):
-    """One mini-batch: the ratio never leaves 1 and nothing is clipped, which the run says."""
-    flags = [*SMALL, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(grpo.main, *flags) == 0
-    assert "WARNING: clip_share was 0 at every step" in capsys.readouterr().out
+@pytest.mark.parametrize("updates, warned", [(1, False), (2, True)])
+def test_a_clip_that_never_acts_is_a_warning_where_it_could(tmp_path, capsys, updates, warned):
+    """With one mini-batch no ratio leaves 1: nothing is wrong."""
+    flags = [*SMALL, "--steps", 1, "--minibatches", updates, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags, "--clip_low", 1, "--clip_high", 9) == 0
+    said = capsys.readouterr().out
+    assert "clip_share was 0 at every step" in said and ("WARNING" in said) == warned
 
 
 @pytest.mark.parametrize("last, fell", [(0.63, True), (0.65, False)])
