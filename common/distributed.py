@@ -153,7 +153,12 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
-    return fully_shard(broadcast_module(policy, world), **options)
+    policy = fully_shard(broadcast_module(policy, world), **options)
+    if args.dtype == "bfloat16":  # a family may multiply by buffers, which stay float32
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=world.device)  # [1, 2]
+        with blame("--dtype bfloat16: --model cannot be computed in it"), torch.no_grad():
+            policy(tokens, tokens == 0, 1.0)
+    return policy
 
 
 class Compiled:

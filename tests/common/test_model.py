@@ -146,6 +146,8 @@ FAMILIES = {
     # sdpa does not cap scores
     "gemma2": WIDE
     | {"head_dim": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+    # No sdpa: sinks, and every other layer sees the last four tokens
+    "gpt_oss": WIDE | {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4},
     # A cache of states beside keys and values
     "qwen3_5_text": WIDE | LINEAR | {"head_dim": 16},
     "qwen2": WIDE | {"tie_word_embeddings": True},
@@ -201,6 +203,13 @@ def test_a_cache_that_changes_log_probs_is_named(folder, world, family):
     lm, _ = load_model(str(folder))
     with pytest.raises(BadInput, match=f"cannot sample .*, use --rollout vllm .{message}"):
         HFEngine(lm, world, 0, "float32", 64)
+
+
+def test_a_model_that_bfloat16_breaks_is_named(folder, world):
+    untrained("minimax", folder, **UNCACHED["minimax"][0])
+    policy = Policy(load_model(str(folder))[0])
+    with pytest.raises(BadInput, match="--dtype bfloat16: --model cannot be computed in it"):
+        shard(policy, grpo.Args(dtype="bfloat16"), world)
 
 
 def test_layers_that_share_weights_are_not_sharded(world):
