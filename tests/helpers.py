@@ -7,6 +7,7 @@ server that has imported torch, transformers and all algorithm files, and starts
 process of its own: it can be killed, and several are ranks.
 """
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -145,6 +146,7 @@ def child(said: Path, environment: dict[str, str], job: Callable, arguments: tup
         os.dup2(file, number)
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", errors="backslashreplace", closefd=False, buffering=1)
+    faulthandler.enable()  # a crash below Python says in which threads
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored
     job(*arguments)
 

@@ -27,6 +27,7 @@ from common.data import Problem, Task
 from common.distributed import World, setup
 from common.model import load_model
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -450,6 +451,7 @@ def trials(jobs: list[tuple], folder: Path) -> None:
         with damaged(algorithm, *damage) as module:
             found = record(module, world, folder / f"run-{number}", **flags)
         torch.save(found, folder / f"{number}-{world.rank}.pt")
+    dist.barrier()  # leave together: gloo may abort a rank whose peer has gone
 
 
 def on_ranks(ranks: int, jobs: list[tuple], folder: Path) -> list[list[Record]]:
