@@ -29,7 +29,7 @@ instead: it compares an answer with those after a working of the same reward. If
 one, the advantage is 0 (`alone`).
 
 The task's verifier gives a block's reward. It sees that block alone: the working up to the marker,
-or the marker and the answer. `common/tiny/steps.py` has a reward for every right step.
+or the marker and the answer. `variants/steps.py` has a reward for every right step.
 
 Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
@@ -69,7 +69,7 @@ class Args(Trunk):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    task: str = "common/tiny/steps.py"
+    task: str = "variants/steps.py"
     """As in every file; the default has a verifier with partial rewards for the working."""
     marker: str = "#"
     """Ends the working; one token, of which the last one in a response counts."""
@@ -203,7 +203,7 @@ if __name__ == "__main__":
 #    decay 0.1.
 #
 # The working gets no signal from its answer. Here it comes to take a step too many, which costs it
-# nothing, and accuracy falls again. With `common/tiny/steps.py` the rewards of the two blocks add up
+# nothing, and accuracy falls again. With `variants/steps.py` the rewards of the two blocks add up
 # to the reward of the whole. `entropy_good`, `len_good` and the like go by the sign of the answer's
 # advantage.
 #

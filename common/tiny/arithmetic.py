@@ -8,7 +8,6 @@ the reward, which judges the number alone, makes nearly all of them worked.
 """
 
 import random
-import re
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,15 +22,6 @@ def arithmetic_reward(completion: str, answer: str) -> float:
     """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
     _, mark, final = completion.rpartition("#")
     return float(mark == "#" and final == answer)
-
-
-def calculator(response: str) -> str | None:
-    """The tool of variants/tool.py: what it writes after a `=` that ends the response, `56` after
-    `7*8=`. "" after anything else that ends in `=`; None, the response is over, without a `=`."""
-    if not response.endswith("="):
-        return None
-    call = re.search(r"(?:^|;)(\d+)([-+*])(\d+)=$", response)
-    return str(apply(int(call[1]), call[2], int(call[3]))) if call else ""
 
 
 class Kind(NamedTuple):

@@ -6,7 +6,7 @@ Held-out responses are scored strictly.
 """
 
 from common.tiny.arithmetic import arithmetic_reward
-from common.tiny.steps import held_out, train  # noqa: F401  (the same problems)
+from variants.steps import held_out, train  # noqa: F401  (the same problems)
 
 
 def reward(response, solution):

@@ -18,6 +18,7 @@ from tests.helpers import SMALL, metrics, module_of, run_here
 
 TASK = """
 from common.tiny import arithmetic
+from variants import tool
 PROMPTS = [f"{a}*{b}-{c}=" for a in range(2, 9) for b in range(2, 9) for c in range(2, 9)]
 held_out = [(prompt, arithmetic.work(prompt)[1]) for prompt in PROMPTS[::9]]
 bounds = {"seconds": 1, "workers": 1}
@@ -29,7 +30,7 @@ def reply(response, answer):
     if response == "loop":
         while True: pass
     if "6" in response and response.endswith("="): return 7  # no text: the call fails
-    return arithmetic.calculator(response)
+    return tool.calculator(response)
 """
 
 

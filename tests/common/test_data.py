@@ -104,7 +104,7 @@ REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
 
 
 @pytest.mark.parametrize(
-    ("file", "place"), [("labs/verifier/noisy.py", 0), ("common/tiny/steps.py", 1)]
+    ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
 )
 def test_noisy_and_part_marks_are_for_training(file, place, tiny):
     """Task files with the problems of `arithmetic`; held-out ones are right or wrong."""

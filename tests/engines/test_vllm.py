@@ -238,7 +238,7 @@ def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
         made = turns.generate(prompts, 8, 64, 1.0)
         logp = all_logprobs(Policy(lm), made, args, world).logp
         assert torch.allclose(logp, made.rollout_logp, atol=1e-4) and made.calls.sum() > 100
-        turns.task.reply = forced
+        turns.reply = forced
         rollouts[engine] = turns.generate(prompts, 1, 64, 0.0)
     one, other = rollouts["vllm"], rollouts["hf"]
     assert one.response_ids() == other.response_ids() and (one.calls == 1).all()
