@@ -177,17 +177,10 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         if line.strip():
             # iconv converts the encoding, jq writes the rows of an array as lines.
             with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
-                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+                row = json.loads(line.decode("utf-8-sig"))
                 if not isinstance(row, dict):
                     raise ValueError(f"a {type(row).__name__}")
             yield number, row
-
-
-def unique(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object's dict; of a key that stands there twice json would keep the last value."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands there twice")
-    return dict(pairs)
 
 
 def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:

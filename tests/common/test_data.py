@@ -305,7 +305,6 @@ MALFORMED = [  # the third row, and what is said of it
     ("{not json", f"{JSON}.*property name"),
     (json.dumps(numbered(3)), f"{JSON}.*a list"),
     (b'{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
-    ('{"prompt": "x", "answer": 1, "answer": 2}', f"{JSON}.*twice"),
     (DEEP, f"{JSON}.*recursion"),
     ({"prompt": "x", "solution": 1}, "needs 'prompt' and 'answer', has prompt, solution"),
     (of(None), "needs 'prompt' and 'answer', has prompt "),
