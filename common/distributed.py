@@ -154,7 +154,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
     policy = fully_shard(broadcast_module(policy, world), **options)
-    if args.dtype == "bfloat16" and hasattr(policy, "lm"):
+    if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
         # Some families multiply by what they keep in float32 (MiniMax's decay).
         some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
         what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"

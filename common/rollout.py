@@ -93,7 +93,7 @@ class HFEngine:
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         with blame(
-            f"--rollout_dtype: {type(lm).__name__} does not compute in {dtype}: use float32"
+            f"--rollout_dtype {dtype}: {type(lm).__name__} does not compute in it: use float32"
         ):
             self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy: no random number is drawn
 

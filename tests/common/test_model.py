@@ -209,8 +209,8 @@ def test_a_cache_that_changes_log_probs_is_named(folder, world, family):
 
 
 def test_a_model_that_does_not_compute_in_bfloat16_is_named(folder, world):
-    """By the trainer (a decay stays float32), and by the sampler (positions do). A module that is
-    no language model, such as goldilocks' teacher, is not asked."""
+    """By the trainer (a decay stays float32), and by the sampler (positions do). goldilocks'
+    teacher, which is called in another way, is sharded without that probe."""
     teacher = goldilocks.Teacher(load_model("tiny")[0].base_model)
     shard(teacher, grpo.Args(dtype="bfloat16"), world)
     untrained("minimax", folder, **UNCACHED["minimax"][0])
@@ -220,7 +220,7 @@ def test_a_model_that_does_not_compute_in_bfloat16_is_named(folder, world):
     untrained("xglm", folder, **SHAPE, attention_heads=2, num_layers=2, ffn_dim=48, d_model=32)
     lm, _ = load_model(str(folder))
     HFEngine(lm, world, 0, "float32", 64)
-    with pytest.raises(BadInput, match="--rollout_dtype: XGLMForCausalLM .* use float32"):
+    with pytest.raises(BadInput, match="--rollout_dtype bfloat16: XGLMForCausalLM .* use float32"):
         HFEngine(lm, world, 0, "bfloat16", 64)
 
 
