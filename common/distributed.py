@@ -154,10 +154,12 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
     policy = fully_shard(broadcast_module(policy, world), **options)
-    if args.dtype == "bfloat16":  # a family may multiply by buffers, which stay float32
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=world.device)  # [1, 2]
-        with blame("--dtype bfloat16: --model cannot be computed in it"), torch.no_grad():
-            policy(tokens, tokens == 0, 1.0)
+    if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
+        # Some families multiply by what they keep in float32 (MiniMax's decay).
+        some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
+        what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"
+        with blame(f"--dtype bfloat16: {what}"), torch.no_grad():
+            policy(some, some == 0, 1.0)
     return policy
 
 

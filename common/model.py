@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
@@ -46,7 +45,7 @@ def source_of(name: str, flag: str = "--model") -> str:
 
 
 def config_of(source: str) -> PreTrainedConfig:
-    """A model's config.json with our attention.
+    """A model's config.json with our attention: sdpa, or eager where the family has no sdpa.
 
     The file may name another attention, even a kernel that transformers would download and run, and
     that name wins over the argument of `from_pretrained`.
@@ -55,8 +54,7 @@ def config_of(source: str) -> PreTrainedConfig:
     # Before transformers asks for the package of its method
     if getattr(config, "quantization_config", None):
         raise ValueError("its weights are quantised: use a checkpoint that is not")
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    config._attn_implementation = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    config._attn_implementation = None
     return config
 
 
@@ -68,8 +66,8 @@ def parameters_of(name: str) -> int:
 
 
 def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
-    """Model (float32; attention by sdpa) and tokenizer, by hub name, folder or `tiny`; `flag` is
-    named if they are wrong.
+    """Model (float32; attention by sdpa or eager) and tokenizer, by hub name, folder or `tiny`;
+    `flag` is named if they are wrong.
 
     Only rank 0 holds the weights, on the CPU; the other ranks of a node would need the same memory
     again. They know the shapes (meta device) until `broadcast_module` sends the weights.
@@ -160,7 +158,7 @@ def check_structure(lm: PreTrainedModel) -> None:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [2, 8, H]
         ours = head_of(lm).logits(head_product(hidden, lm.lm_head.weight))  # [2, 8, V]
         theirs = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
-        fast = lm.config._attn_implementation
+        usual = lm.config._attn_implementation  # eager where the family has no sdpa (sinks)
         lm.set_attn_implementation("eager")  # the plain formula, with all that a family adds to it
         plain = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
     off = gap(ours, theirs)
@@ -169,10 +167,13 @@ def check_structure(lm: PreTrainedModel) -> None:
     off = gap(ours[0, :4], ours[1, :4])
     if off > 1e-3:
         raise ValueError(f"{name} is not causal: later tokens change earlier logits by {off:.2g}")
-    if fast == "eager" or gap(theirs, plain) > 1e-3:  # Gemma 2 caps scores, sdpa does not
+    if usual == "eager" and hasattr(lm.config, "index_topk"):  # DeepSeek-V4, HY-V4
+        raise ValueError(f"{name}: its indexer is not causal in long rows: use another model")
+    # Gemma 2 caps scores, sdpa does not. Mamba's layers are no attention at all.
+    if gap(theirs, plain) > 1e-3 or (usual == "eager" and not lm._is_stateful):
         say(f"{name}: sdpa is not its attention, so eager is used: slower, and more memory")
     else:
-        lm.set_attn_implementation(fast)
+        lm.set_attn_implementation(usual)
 
 
 def read_json(source: str, name: str) -> dict:

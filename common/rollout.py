@@ -88,10 +88,14 @@ class HFEngine:
         # Each rank has its own seed; the same run draws the same samples again.
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
-        with blame(f"--rollout hf: cannot sample {type(lm).__name__}, use --rollout vllm"):
+        with blame(f"--rollout hf: cannot sample {type(lm).__name__}, try --rollout vllm"):
             self._check_cache(policy)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
+        with blame(
+            f"--rollout_dtype {dtype}: {type(lm).__name__} does not compute in it: use float32"
+        ):
+            self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy: no random number is drawn
 
     @timed("load")
     def _check_cache(self, policy: Policy) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import goldilocks
 import grpo
 import pytest
 import torch
@@ -146,8 +147,10 @@ FAMILIES = {
     # sdpa does not cap scores
     "gemma2": WIDE
     | {"head_dim": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
-    # No sdpa: sinks, and every other layer sees the last four tokens
-    "gpt_oss": WIDE | {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4},
+    # No sdpa in transformers: attention sinks and a window shorter than the rows; alibi
+    "gpt_oss": WIDE
+    | {"head_dim": 16, "num_local_experts": 4, "sliding_window": 6, "max_position_embeddings": 64},
+    "bloom": {"vocab_size": 18, "hidden_size": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 1},
     # A cache of states beside keys and values
     "qwen3_5_text": WIDE | LINEAR | {"head_dim": 16},
     "qwen2": WIDE | {"tie_word_embeddings": True},
@@ -201,15 +204,24 @@ def test_a_cache_that_changes_log_probs_is_named(folder, world, family):
     shape, message = UNCACHED[family]
     untrained(family, folder, **shape)
     lm, _ = load_model(str(folder))
-    with pytest.raises(BadInput, match=f"cannot sample .*, use --rollout vllm .{message}"):
+    with pytest.raises(BadInput, match=f"cannot sample .*, try --rollout vllm .{message}"):
         HFEngine(lm, world, 0, "float32", 64)
 
 
-def test_a_model_that_bfloat16_breaks_is_named(folder, world):
+def test_a_model_that_does_not_compute_in_bfloat16_is_named(folder, world):
+    """By the trainer (a decay stays float32), and by the sampler (positions do). goldilocks'
+    teacher, which is called in another way, is sharded without that probe."""
+    teacher = goldilocks.Teacher(load_model("tiny")[0].base_model)
+    shard(teacher, grpo.Args(dtype="bfloat16"), world)
     untrained("minimax", folder, **UNCACHED["minimax"][0])
     policy = Policy(load_model(str(folder))[0])
-    with pytest.raises(BadInput, match="--dtype bfloat16: --model cannot be computed in it"):
+    with pytest.raises(BadInput, match="--dtype bfloat16: MiniMaxForCausalLM .* --dtype float32"):
         shard(policy, grpo.Args(dtype="bfloat16"), world)
+    untrained("xglm", folder, **SHAPE, attention_heads=2, num_layers=2, ffn_dim=48, d_model=32)
+    lm, _ = load_model(str(folder))
+    HFEngine(lm, world, 0, "float32", 64)
+    with pytest.raises(BadInput, match="--rollout_dtype bfloat16: XGLMForCausalLM .* use float32"):
+        HFEngine(lm, world, 0, "bfloat16", 64)
 
 
 def test_layers_that_share_weights_are_not_sharded(world):
@@ -261,6 +273,8 @@ def rope(kind: str) -> dict:
     return {"rope_parameters": given | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}
 
 
+INDEXED = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "n_routed_experts": 4}
+INDEXED |= {"q_lora_rank": 8, "qk_rope_head_dim": 8, "num_experts_per_tok": 2}
 TWO_WAYS = WIDE | {"use_bidirectional_attention": True, "tie_word_embeddings": False}
 DAMAGES = [  # entries of config.json, or a function; what is said
     ({"intermediate_size": 96}, "6 weights do not fit"),
@@ -273,6 +287,7 @@ DAMAGES = [  # entries of config.json, or a function; what is said
     (rope("longrope"), "RoPE type longrope"),
     ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
     (lambda folder: untrained("gemma3_text", folder, **TWO_WAYS), "is not causal"),
+    (lambda folder: untrained("hy_v4", folder, **WIDE | INDEXED), "indexer is not causal"),
     (lambda folder: untrained("bert", folder, **SHAPE, is_decoder=True), "has no lm_head over"),
 ]
 
