@@ -94,7 +94,7 @@ def trained(name: str, world: World, folder: Path, **flags: object) -> SimpleNam
     found = record(module_of(name), world, folder, sample_every=0, **flags)
     gradients = [flat(seen["gradients"]) for seen in found.updates + found.lessons]
     numbers = torch.cat([*gradients, flat(found.synced[-1])])
-    training = found.calls, numbers.tolist()
+    training = found.calls, numbers.numpy().tobytes()
     return SimpleNamespace(training=training, metrics=metrics(folder), flags=found.flags)
 
 
