@@ -146,9 +146,10 @@ def test_a_flag_of_vllm_changes_its_options(flag, tiny):
 
 
 def test_no_shared_flag_is_forgotten():
-    """A new one needs a line above: what it changes, that it changes nothing, or its own test."""
     idle = [word.removeprefix("--") for word in IDLE.split()]
-    assert not set(SHARED) - {*idle, *EVALUATION, *ACTING, *VLLM, *ELSEWHERE}
+    listed = {*idle, *EVALUATION, *ACTING, *VLLM, *ELSEWHERE}
+    forgotten = [flag for flag in SHARED if flag not in listed]
+    assert not forgotten, f"{forgotten}: give each a line at the head of tests/loop/test_flags.py"
     for flag, test in ELSEWHERE.items():
         path, _, name = test.partition("::")
         text = (ROOT / "tests" / path).read_text("utf-8")
