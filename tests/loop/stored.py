@@ -198,8 +198,8 @@ class Stored:
         self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
         top = [sampler_top(row, self.model) for row in rows if self.top]
         return Rollout.pack(
-            top=[ids for ids, _ in top],
-            top_logps=[logp for _, logp in top],
+            top=[ids[:, : self.top] for ids, _ in top],
+            top_logps=[logp[:, : self.top] for _, logp in top],
             prompts=prompts,
             prefixes=prefixes,
             tokens=[list(row.tokens) for row in rows],
@@ -289,7 +289,7 @@ class Record:
 
 
 DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
-DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01}
+DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01, "steps": 2}
 # A teacher that chooses from the second step on
 CHOICE = {"candidates": 5, "teacher_batch": P, "window": P, "teacher_updates": 1, "explore": 0.0}
 # So that every mechanism acts on the stored answers, and some gradients but not all are above
@@ -319,6 +319,8 @@ FLAGS = {
     "signs": {"outliers": 1.5, "grad_clip": 3.0},
     "tool": {"beta": 0.1, "grad_clip": 6.0},
 }
+for waits in ("vcpo", "ppo", "recipe"):  # a step, in which their policy is not trained
+    FLAGS[waits]["steps"] = 3
 FLAGS["lp_reg"] |= {"grad_clip": 8.0}
 FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0, "sparse_value": True}
 FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
@@ -350,16 +352,12 @@ def task(judge: Callable) -> Task:
     )
 
 
-def record(
-    module: ModuleType, world: World, folder: Path, steps: int = 2, model: str = "model", **flags
-) -> Record:
+def record(module: ModuleType, world: World, folder: Path, model: str = "model", **flags) -> Record:
     """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
-    flags = DEFAULTS | FLAGS[name] | flags
+    flags = DEFAULTS | FLAGS.get(name, {}) | flags
     shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
-    steps += flags.get("lag", 0) + flags.get("critic_warmup", 0)  # in which the policy waits
-    shape |= {"steps": steps, "shard_ranks": world.size}
-    args = module.Args(**shape | flags)
+    args = module.Args(**shape | {"shard_ranks": world.size} | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
     engine, found = Stored(world, model), Record(world.rank, vars(args))

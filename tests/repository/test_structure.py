@@ -1,16 +1,15 @@
 """The structure of the repository: who imports whom, how far the nine may differ from grpo.py, and
-that every flag is read."""
+that every number among the flags has a rule."""
 
 import ast
 import re
-from dataclasses import fields
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from checks.files import ALGORITHMS, NINE, PATHS, base_of
-from common.cli import Flags, Rule
+from common.cli import Rule
 from tools.maintain.marks import changes, code_lines
 
 from tests.helpers import ROOT, module_of
@@ -148,26 +147,8 @@ def test_an_unmarked_difference_is_found(tmp_path):
     assert changes(other, base)[0] == ["other.py:2: c = 4"]
 
 
-# Flags
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_flag_is_read_and_every_number_has_a_rule(algorithm):
-    """A file reads those that it adds, and `common` or the file the shared ones. recipe.py's
-    imported parts read its flags, too."""
-    readers = [PATHS[algorithm]]
-    if algorithm == "recipe":
-        readers += [PATHS[name] for name in NINE]
-    while algorithm not in NINE and base_of(readers[-1]):  # it inherits flags, and what reads them
-        readers.append(base_of(readers[-1]))
-    source = "".join(path.read_text("utf-8") for path in readers)
-    source += getattr(module_of(algorithm).main, "source", "")
-    everywhere = source + "".join(path.read_text("utf-8") for path in COMMON)
-    shared = {field.name for field in fields(Flags)}
-    hints = get_type_hints(module_of(algorithm).Args, include_extras=True)
-    for name, kind in hints.items():
-        text = everywhere if name in shared | {"steps"} else source  # `Run` counts the steps
-        assert re.search(rf'\b(args|a)\.{name}\b|"{name}"', text), name
+def test_every_number_has_a_rule(algorithm):
+    for name, kind in get_type_hints(module_of(algorithm).Args, include_extras=True).items():
         rules = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Rule)]
-        number = getattr(kind, "__origin__", kind) in (int, float)
-        assert rules or not number, name
+        assert rules or getattr(kind, "__origin__", kind) not in (int, float), name

@@ -1,0 +1,156 @@
+"""Every flag does something. A file's own one: to its training on stored answers (what is asked of
+the engine, a gradient, the last weights). A shared one: to a run of grpo.py. Or a test is named."""
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import grpo
+import pytest
+import torch
+from checks.files import NINE, VARIANTS
+from common.cli import Flags
+from common.distributed import World
+from common.records.checkpoint import checkpoints
+from common.scale.vllm import vllm_options
+
+from tests.helpers import ROOT, SMALL, metrics, module_of, run_here
+from tests.loop.stored import flat, record
+
+SHARED = [field.name for field in fields(Flags)]
+# For memory, time and the disk: the same training
+IDLE = "--save_every 1 --keep 2 --save_hf --sample_every 0 --shard_ranks 1 --resume auto"
+IDLE += " --gradient_checkpointing --offload --offload_reference"
+EVALUATION = {"eval_every": 1, "eval_problems": 4, "eval_samples": 2}
+ACTING = {"model": "tiny-moe", "task": "arithmetic:mix", "seed": 2, "sampler_tolerance": 1e-9}
+ACTING |= {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}
+ACTING |= {"rollout_rows": 4}  # in another order, other random numbers
+VLLM = {"vllm": ("a=1",), "vllm_memory": 0.5, "vllm_sleep": True, "tensor_parallel": 2}
+ELSEWHERE = {  # flag -> the test that shows what it does
+    "answer_column": "common/test_data.py::test_columns_and_the_chat_template",
+    "back_to": "runs/test_resume.py::test_back_to_with_another_rate_acts",
+    "chat": "common/test_data.py::test_options_of_the_chat_template",
+    "compile": "common/test_compile.py::test_two_ranks_compiled_and_resumed_without",
+    "eval_task": "common/test_data.py::test_a_held_out_prompt_is_never_trained_on",
+    "failed_call": "algorithms/test_tool.py::test_a_run_with_failing_calls",
+    "instruction": "common/test_data.py::test_columns_and_the_chat_template",
+    "max_prompt_tokens": "common/test_data.py::test_a_row_that_is_too_long_is_replaced",
+    "micro_tokens": "loop/test_loop.py::test_smallest_micro_batches",
+    "prompt_column": "common/test_data.py::test_columns_and_the_chat_template",
+    "rollout": "engines/test_vllm.py::test_a_run_learns_and_resumes",
+    "run_dir": "runs/test_folders.py::test_a_run_goes_on_alone",
+    "turn_end": "algorithms/test_tool.py::test_a_task_without_a_reply_is_one_line",
+    "wandb": "engines/test_packages.py::test_wandb_gets_the_flags_and_every_step",
+}
+# What a file's own flag needs to act, or where to start, if half of its usual value does nothing
+NEEDS = {
+    "budget_low": {"budget_low": 0.1, "budget_high": 1.0, "delta": 0.05},
+    "candidate_quantile": {"entropy_rule": "candidates"},
+    "centre_top": {"centre_top": 2},
+    "clip_high": {"clip_high": 0.0},
+    "clip_low": {"clip_low": 0.0},
+    "correction": {"correction": "none", "w_low": 0.9, "w_high": 1.1, "opsm_delta": 0.1},
+    "correction_level": {"correction": "tis"},
+    "is_cap": {"is_cap": 1.4},
+    "kl_cov_coef": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+    "kl_cov_share": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+    "lag": {"lag": 0},
+    "max_draws": {"max_draws": 1},
+    "max_turns": {"max_turns": 1},
+    "opsm_delta": {"correction": "opsm"},
+    "price_floor": {"price_floor": 0.2, "price_lr": 0.0},
+    "routing_replay": {"model": "model-moe"},
+    "tau_p": {"tau_p": 1.0},
+    "teacher_batch": {"window": 16},
+    "w_high": {"w_high": 2.4},
+    "w_low": {"weight": "icepop", "w_low": 0.9},
+}
+GATE = "sigma_base sigma_high alpha beta_pos beta_neg".split()
+NEEDS |= {flag: {"tokens": "maspo"} for flag in GATE}  # in recipe.py
+TEXTS = {"boundary": "#", "marker": "=", "teacher": "tiny"}
+# Only metrics change, which compare with another method's clip
+MEASURED = ["gspo token_clip", "maspo token_clip", "cispo clip_low", "cispo clip_high"]
+STEPS = {"vcpo": 2, "goldilocks": 2}  # of the nine, one of training; a teacher chooses in the next
+SLOW = ["goldilocks", *VARIANTS]
+FILES = [name for name in NINE if name not in SLOW]
+
+
+def others(flag: str, value: object, kind: object) -> list:
+    """Every other choice; or another number or text."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [2 * value or 1]
+    if isinstance(value, float):
+        return [value / 2 or 0.5]
+    if isinstance(value, tuple):
+        return [tuple(number / 2 for number in value)]
+    return [choice for choice in get_args(kind) or [TEXTS[flag]] if choice != value]
+
+
+def trained(name: str, world: World, folder: Path, **flags: object) -> SimpleNamespace:
+    """What a run does to training, its metrics and its flags."""
+    found = record(module_of(name), world, folder, sample_every=0, **flags)
+    gradients = [flat(seen["gradients"]) for seen in found.updates + found.lessons]
+    numbers = torch.cat([*gradients, flat(found.synced[-1])])
+    training = found.calls, numbers.numpy().tobytes()
+    return SimpleNamespace(training=training, metrics=metrics(folder), flags=found.flags)
+
+
+@pytest.mark.parametrize("name", [*FILES, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_a_files_own_flags_change_its_training(name, world, tmp_path):
+    Args, plain, idle = module_of(name).Args, {}, []
+    for flag, kind in get_type_hints(Args).items():
+        if flag in SHARED or flag in ELSEWHERE:
+            continue
+        start = {"steps": STEPS.get(name, 1)} if name in NINE else {}
+        start |= {k: v for k, v in NEEDS.get(flag, {}).items() if hasattr(Args, k)}
+        if str(start) not in plain:
+            plain[str(start)] = trained(name, world, tmp_path / str(start), **start)
+        before = plain[str(start)]
+        for value in others(flag, before.flags[flag], kind):
+            after = trained(name, world, tmp_path / f"{flag} {value}", **start | {flag: value})
+            changed = after.training != before.training
+            if f"{name} {flag}" in MEASURED:
+                changed = after.metrics != before.metrics and not changed
+            if not changed:
+                idle.append(f"--{flag} {value}")
+    assert not idle, f"{idle} of {name} do nothing: a bug, or they need other flags, see NEEDS"
+
+
+@pytest.mark.parametrize("flag", ACTING | EVALUATION)
+def test_a_shared_flag_changes_a_run(flag, tmp_path, finished):
+    words = ["--steps", 2, f"--{flag}", (ACTING | EVALUATION)[flag], "--run_dir", tmp_path / "run"]
+    run_here(grpo.main, *SMALL, *words)  # which --sampler_tolerance ends
+    assert metrics(tmp_path / "run") != metrics(finished)[:3]
+
+
+def test_other_shared_flags_change_no_training(tmp_path, finished):
+    run, words = tmp_path / "run", [*SMALL, *IDLE.split(), "--steps", 3]
+    words += [word for flag, value in EVALUATION.items() for word in (f"--{flag}", value)]
+    assert run_here(grpo.main, *words, "--run_dir", run) == 0
+    assert [path.name for path in checkpoints(run)] == ["step_000002", "step_000003"]
+    assert (run / "model").is_dir() and not (run / "samples.jsonl").exists()
+    runs = metrics(run), metrics(finished)[:4]
+    for line in (*runs[0], *runs[1]):
+        line.pop("greedy", None), line.pop("sampled", None)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("flag", VLLM)
+def test_a_flag_of_vllm_changes_its_options(flag, tiny):
+    gpus = SimpleNamespace(size=2, rank=1, device=torch.device("cuda"))
+    usual, changed = grpo.Args(), grpo.Args(**{flag: VLLM[flag]})
+    assert vllm_options(changed, tiny[0], gpus) != vllm_options(usual, tiny[0], gpus)
+
+
+def test_no_shared_flag_is_forgotten():
+    idle = [word.removeprefix("--") for word in IDLE.split()]
+    listed = {*idle, *EVALUATION, *ACTING, *VLLM, *ELSEWHERE}
+    forgotten = [flag for flag in SHARED if flag not in listed]
+    assert not forgotten, f"{forgotten}: give each a line at the head of tests/loop/test_flags.py"
+    for flag, test in ELSEWHERE.items():
+        path, _, name = test.partition("::")
+        text = (ROOT / "tests" / path).read_text("utf-8")
+        assert f"def {name}" in text and flag in text, flag
