@@ -27,6 +27,7 @@ from common.batch import Rollout
 from common.distributed import ALONE
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 NO_MEASURES = "measures returns nothing"
 CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
@@ -102,8 +103,9 @@ def without_mean(R: Tensor) -> Tensor:
 
 
 def response_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-    """The mean over responses of the means over their tokens, and the number of responses."""
-    return ((x * mask).sum(1) / mask.sum(1)).mean(), len(mask)
+    """The mean over responses of the means over their tokens (0 without one), and the number of
+    responses."""
+    return ((x * mask).sum(1) / mask.sum(1).clip(min=1)).mean(), len(mask)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,35 +162,36 @@ def clip_statistics(b: Batch) -> dict[str, tuple]:
 
 
 def busy_batch() -> dict[str, Tensor]:
-    """The toy batch with its own μ, π_ref, entropies and all that some file reads: responses of 1
-    to 6 tokens, one of them cut off; ratios on both sides of every bound; advantages of both signs
-    and 0. Its padding has values that every count would include: ratios that moved outward, likely
-    and rare tokens; and in the last column zeros, as a batch of a run has."""
-    batch, generator = toy_batch(), torch.Generator().manual_seed(7)
-    mask, A = batch["mask"], batch["advantages"][:, None]
-    noise = torch.rand(7, *mask.shape, generator=generator, dtype=torch.float64)
-    batch["rollout_logp"] = batch["old_logp"] + noise[0] - 0.4
-    batch["ref_logp"] = batch["logp"] + noise[1] - 0.5
-    batch["entropy"] = 2 * noise[2]
-    batch["token_advantages"] = 4 * noise[3] - 2
-    batch["proxy_logp"] = batch["logp"] + noise[4] - 0.3
-    batch["teacher_logp"] = 3 * (batch["logp"] + noise[5] - 0.5)
-    old = torch.tensor([-0.02, -4.0]).double().repeat(3).expand_as(mask)  # [6, 6]
+    """Nine responses of 1 to 6 tokens, two of them cut off, with all that some file reads: rare and
+    sure tokens; ratios on both sides of every bound; Â > 0 in four, < 0 in three, 0 in two. Its
+    padding has values that every count would include: ratios that moved outward, likely and rare
+    tokens; and in the last column zeros, as a batch of a run has."""
+    generator = torch.Generator().manual_seed(3532)
+    lengths, padding = torch.tensor([6, 3, 4, 2, 5, 3, 4, 6, 1]), torch.arange(7) == 6
+    mask = (torch.arange(7) < lengths[:, None]).double()
+    mask[0, 2] = mask[4, 2:4] = 0.0  # holes, as the replies of a tool leave them
+    A = torch.tensor([1.2, -1.0, 0.5, -1.5, 0.0, 0.0, 0.8, -0.4, 2.0]).double()[:, None]
+    odds, *moved, entropy, own, work = torch.rand(9, *mask.shape, generator=generator).double()
+    batch = {"old_logp": logsigmoid(8 * odds - 4), "entropy": 2 * entropy}
+    for name, noise in zip("logp rollout_logp ref_logp proxy_logp teacher_logp".split(), moved):
+        batch[name] = logsigmoid(8 * odds - 4 + 3 * noise - 1.5)
+    batch["teacher_logp"] = 2.5 * batch["teacher_logp"]
+    batch["token_advantages"] = 4 * own - 2
+    old = torch.tensor([-0.02, -4.0]).double().repeat(4)[:7].expand_as(mask)
     garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
-    garbage |= {"rollout_logp": old - 3, "ref_logp": old + 3, "token_advantages": 9 * (A - 0.5)}
-    garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9}
+    garbage |= {"rollout_logp": old + torch.where(A < 0, 0.01, -3.0), "ref_logp": old + 3}
+    garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9, "token_advantages": 9 * (A - 0.5)}
     for name, x in garbage.items():
-        batch[name] = torch.where(mask > 0, batch[name], x)
-    batch["working"] = (noise[6] > 0.4).double() * mask
-    batch["proxy_logp"][1, 1] = -torch.inf  # filtered out (lp_reg)
-    for name, column in batch.items():
-        if column.dim() == 2:
-            batch[name] = torch.nn.functional.pad(column, (0, 1))
-    top = torch.rand(2, *batch["mask"].shape, 3, generator=generator, dtype=torch.float64)
+        batch[name] = torch.where(mask > 0, batch[name], x).masked_fill(padding, 0.0)
+    batch["token_advantages"][:, 1] = 0.0
+    batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
+    batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out (lp_reg)
+    batch |= {"mask": mask, "advantages": A[:, 0], "working": (work > 0.4) * mask}
+    top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
     batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
-    batch["finished"] = torch.tensor([True, True, False, True, True, True])
-    batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0]).double()
-    batch["working_advantages"] = torch.tensor([-0.5, -1, 2, -0.7, 1, 0]).double()
+    batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
+    batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
+    batch["working_advantages"] = A[:, 0].roll(1) - 0.3
     return batch
 
 
@@ -235,12 +238,12 @@ def agree(spec: ModuleType) -> list[Callable]:
 
     def check_loss(module: ModuleType) -> None:
         """Value, gradient and count are those of J, which checks/ states a second time."""
-        compare(module, [[[0, 1, 2, 3, 4, 5]]])
+        compare(module, [[[*range(9)]]])
 
     def check_parts_add_up(module: ModuleType) -> None:
         """The sums of any micro-batches, divided once by their count, are the whole batch's J. One
         of them may have no rows, where another rank has more."""
-        compare(module, [[[0, 3], [1, 4], [2, 5]], [[5], [], [2, 4], [0, 1, 3]]])
+        compare(module, [[[0, 3, 6], [1, 4, 7], [2, 5, 8]], [[5], [], [2, 4, 7], [0, 1, 3, 6, 8]]])
 
     def check_statistics(module: ModuleType) -> None:
         for flags in spec.CASES:
@@ -248,7 +251,10 @@ def agree(spec: ModuleType) -> list[Callable]:
             args, logp, batch = reached(module, flags)
             pairs = module.measures(args, logp.detach(), batch)
             assert pairs, NO_MEASURES
-            counts(pairs, spec.statistics(written(args, batch)), told)
+            expected = spec.statistics(written(args, batch))
+            counts(pairs, expected, told)
+            more = pairs.keys() - expected.keys()
+            assert not more, f"{told} measures returns more than is stated: {sorted(more)}"
             none = batch.rows(slice(0))
             if hasattr(module, "choose_tokens"):
                 module.choose_tokens(args, none, ALONE)

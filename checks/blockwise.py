@@ -28,7 +28,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     return cut_shares(b, token_advantages(b)) | {"advantages_apart": (apart.sum(), len(b.A))}
 
 
-CASES = [{}, {"clip_high": 0.28}]
+CASES = [{}, {"clip_low": 0.5, "clip_high": 0.05}]
 
 WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2], [0.4] * 6])
 ANSWER = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0], [0.0] * 6])

@@ -20,7 +20,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-CASES = [{}, {"clip_low": 0.2, "clip_high": 0.28, "is_cap": 1.24}]
+CASES = [{}, {"clip_low": 0.5, "clip_high": 0.28, "is_cap": 1.24}]
 
 
 FIXTURES = {"cispo_cap1.28_tokenmean": {"is_cap": 1.28}}

@@ -26,6 +26,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 CASES = [{"clip_high": 0.28, "beta": 0.3, "branch_weight": 0.7}, {"beta": 0.3, "kl_ratio": True}]
+CASES += [{"beta": 0.0}]
 
 
 def check_pivots(module: ModuleType) -> None:

@@ -30,7 +30,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """Of the response tokens; held_pull is the mean κ |log r| of those that are held."""
     if b.args.tokens == "kl_cov":
         pull, held = b.args.kl_cov_coef * (b.logp - b.old).abs(), top(b).double()
-        cut = {"clip_share": (0, b.mask.sum())}
+        cut = {f"clip_{side}": (0, b.mask.sum()) for side in ("share", "above", "below")}
         return cut | {"held_share": share(held, b.mask), "held_pull": share(pull, held)}
     trained = top(b).double()
     pairs = {"left_out": share(1 - trained, b.mask), "fork_entropy": share(b.entropy, trained)}

@@ -51,12 +51,12 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-BOUNDS = {"w_low": 0.8, "w_high": 1.2, "opsm_delta": -0.1}
-CASES = [{"correction": "none"}, {"correction": "icepop", "length_norm": False}]
+BOUNDS = {"w_low": 0.8, "w_high": 1.2, "opsm_delta": 0.3}
+CASES = [{"correction": "icepop", "length_norm": False} | BOUNDS, {"correction": "opsm"}]
 for name in ("tis", "mis"):
     CASES += [{"correction": name} | BOUNDS]
     CASES += [{"correction": name, "correction_level": "sequence"} | BOUNDS]
-for name in ("geometric", "opsm", "cis"):
+for name in ("none", "geometric", "opsm", "cis"):
     CASES += [{"correction": name} | BOUNDS]
 
 

@@ -39,7 +39,8 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-CASES = [{"rare_share": 0.4}, {"rare_share": 0.9, "proxy_weight": 0.3} | {"clip_high": 0.28}]
+CASES = [{"rare_share": 0.4, "clip_low": 0.2, "clip_high": 0.28}]
+CASES += [{"rare_share": 0.9, "clip_high": 0.2, "proxy_weight": 0.3}]
 
 
 def check_proxy(module: ModuleType) -> None:

@@ -1,11 +1,8 @@
 """M2PO: which tokens the budget drops, and the remaining weights."""
 
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, near, no_kl, token_mean
+from . import ZSCORES, Batch, token_mean
 
 
 def trust_region(b: Batch) -> tuple[Tensor, Tensor]:
@@ -39,17 +36,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-CASES = [{}, {"budget": 0.02}, {"budget": 0.2}]
-
-
-def check_bound(module: ModuleType) -> None:
-    """The largest square that stays: of 1, 4, 9, 16 the means are 1, 2.5, 4.7, 7.5. None fits, or
-    there is none: 0."""
-    squares = torch.tensor([9.0, 1.0, 16.0, 4.0])
-    for budget, expected in ((0.9, 0), (1.0, 1), (2.5, 4), (7.4, 9), (8.0, 16)):
-        bound = module.second_moment_bound(no_kl(module, budget=budget), squares)
-        near(bound, expected, f"of 9, 1, 16, 4 at a budget of {budget}")
-    near(module.second_moment_bound(no_kl(module), squares[:0]), 0, "of no square")
+CASES = [{}, {"budget": 0.02}, {"budget": 0.2}, {"budget": 1e-9}]  # (of the last none fits)
 
 
 SHARED = ZSCORES

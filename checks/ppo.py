@@ -21,7 +21,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     return cut_shares(b, b.token_advantages)
 
 
-CASES = [{}, {"clip_high": 0.28}]
+CASES = [{}, {"clip_low": 0.5, "clip_high": 0.05}]
 
 
 def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:

@@ -163,12 +163,10 @@ def same_run(found: list[Record], other: list[Record]) -> None:
         for name, value in line.items():
             if "second" not in name and name not in ("loss", "tokens_per_s", "greedy", "sampled"):
                 assert again[name] == pytest.approx(value, rel=5e-3, abs=1e-5), (line["step"], name)
-    asked = [
-        sum((call["prompts"] for call in calls), []) for calls in zip(*(r.training for r in found))
-    ]
-    again = [
-        sum((call["prompts"] for call in calls), []) for calls in zip(*(r.training for r in other))
-    ]
+    asked, again = (
+        [sum((call["prompts"] for call in calls), []) for calls in zip(*(r.training for r in run))]
+        for run in (found, other)
+    )
     assert asked == again
     assert [len(r.synced) for r in other] == [len(one.synced)] * len(other)
 
