@@ -108,13 +108,12 @@ def load_sets(
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
-        verifier = task.held_out_verifier or task.verifier
-        return [Set(task.name, task.held_out, verifier, task)], [warning] if changed else []
+        return [Set(task.name, task.held_out, task.verifier, task)], [warning] if changed else []
     sets, remarks, math_verify = [], [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
-            sets.append(Set(spec, task.held_out, task.held_out_verifier or task.verifier))
+            sets.append(Set(spec, task.held_out, task.verifier))
             continue
         rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
         for row in tqdm(rows, "tokenising", leave=False, delay=3):

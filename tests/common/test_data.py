@@ -117,18 +117,6 @@ def test_noisy_and_part_marks_are_for_training(file, place, tiny):
     assert task.held_out == plain.held_out
 
 
-def test_evaluation_asks_the_held_out_verifier(tiny, world):
-    """The held-out verifier, where a task has one; else the training's."""
-    task = load("arithmetic", tiny[1])
-    task.verifier = lambda texts, answers: [1.0] * len(texts)
-    task.held_out_verifier = lambda texts, answers: [0.0] * len(texts)
-    engine = HFEngine(tiny[0], world, 0, "float32", 64)
-    for expected in (0, 1):
-        found = evaluate(engine, task, Args(), world)
-        assert found["greedy"] == found["sampled"] == found["example"]["reward"] == expected
-        task.held_out_verifier = None
-
-
 def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mine):
     """`judge_killed` is of the step's own answers."""
     mine.write_text(MINE.replace("return float", "return 1 / (answer != '9') and float"))
