@@ -42,7 +42,6 @@ class Task:
     held_out: list[Problem]
     verifier: Score
     fingerprint: str = ""  # of what was read: a resumed run must see the same problems
-    held_out_verifier: Score | None = None  # where it is not `verifier`
     final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
     reply: Tool | None = None  # of variants/tool.py

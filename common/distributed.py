@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -128,8 +127,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         for layer in layers:  # not by transformers: only in training mode, and dropout would act
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
-    small = size < SMALL
-    sharing = args.shard_ranks or (1 if small else world.size)  # ranks
+    sharing = args.shard_ranks or (1 if size < SMALL else world.size)  # ranks
     plain = sharing == 1 and args.dtype == "float32" and not offload
     if plain and world.size == 1:
         return broadcast_module(policy, world)
@@ -171,7 +169,6 @@ class Compiled:
     """
 
     failed = False
-    seconds = 0.0  # the first call of all, which compiles
 
     def __init__(self, function: Callable, dynamic: bool | None = None):
         """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
@@ -194,14 +191,8 @@ class Compiled:
 
     def __call__(self, *inputs: object, **named: object) -> object:
         if not Compiled.failed:
-            start = time.perf_counter()
             try:
-                outputs = self.compiled(*inputs, **named)
-                if not Compiled.seconds:
-                    Compiled.seconds = time.perf_counter() - start
-                    if os.environ.get("RANK", "0") == "0":
-                        say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
-                return outputs
+                return self.compiled(*inputs, **named)
             except TorchDynamoException as error:
                 Compiled.failed = True
                 why = in_one_line(error)

@@ -149,16 +149,13 @@ def response_logprobs(
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
         if hasattr(batch, "sampler_top_ids"):
             others = batch.sampler_top_ids[where].long()  # [M, K]
-    if others is None:
-        logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
-    else:
-        asked = sequences, predicts, temperature, readout, replayed, others
-        every, statistic = policy(*asked)  # [M, 1 + K], [M]
-        logp = every[:, 0]  # [M]
+    asked = sequences, predicts, temperature, readout, replayed, others
+    logp, statistic = policy(*asked)  # [M] or, with `others`, [M, 1 + K]; [M]
     if hasattr(batch, "sampler_top_ids"):
         batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
-        if others is not None:
-            batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
+    if others is not None:
+        batch.top_logp = batch.top_logp.masked_scatter(where[..., None], logp[:, 1:])
+        logp = logp[:, 0]  # [M]
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:

@@ -106,7 +106,7 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
     `example`: the first problem with its greedy response, for samples.jsonl. {} where a signal has
     asked to stop.
     """
-    verifier = task.held_out_verifier or task.verifier
+    verifier = task.verifier
     problems = task.held_out[world.rank :: world.size]  # of this rank
     most = len(task.held_out[:: world.size])  # problems of a rank: of the first one
     scored = {}  # the sum of the scores

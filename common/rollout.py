@@ -92,9 +92,8 @@ class HFEngine:
             self._check_cache(policy)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
-        with blame(
-            f"--rollout_dtype {dtype}: {type(lm).__name__} does not compute in it: use float32"
-        ):
+        what = f"{type(lm).__name__} does not compute in it: use float32"
+        with blame(f"--rollout_dtype {dtype}: {what}"):
             self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy: no random number is drawn
 
     @timed("load")
@@ -206,9 +205,9 @@ class HFEngine:
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             # Ready for the kernel: from [alive, columns] transformers would make this mask again.
-            mask = (
-                attention.bool()[:, None, None] if no_window else attention
-            )  # [alive, 1, 1, columns]
+            mask = attention
+            if no_window:
+                mask = attention.bool()[:, None, None]  # [alive, 1, 1, columns]
             logits = self._logits(token, mask, position, cache)  # [alive, V]
             if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()

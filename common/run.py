@@ -242,7 +242,7 @@ class Run:
         if self.world.rank > 0:
             return
         self.bar.close()
-        curves = draw_run(self.folder) if self.done else ""
+        curves = draw_run(self.folder, self.config) if self.done else ""
         if self.done < self.args.steps:
             self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
             return

@@ -21,7 +21,7 @@ from common.cli import BadInput, in_one_line
 from common.records.files import read_lines
 import checks
 from tools import arguments, compare
-from checks.files import ROOT, algorithms
+from checks.files import PATHS, ROOT
 from checks.loop_mutants import DAMAGES
 
 from labs import lab
@@ -187,8 +187,7 @@ BUGS = [
 
 def damaged(bug: Bug) -> str:
     """The text of the damaged file."""
-    path = next(path for path in algorithms() if path.stem == bug.file)
-    return checks.replaced(path, *bug.damage())
+    return checks.replaced(PATHS[bug.file], *bug.damage())
 
 
 def finished(folder: Path, steps: int) -> bool:
@@ -230,7 +229,7 @@ def play(number: int, out: Path, more: str = "") -> None:
     source = out / f"source_{number}" / f"{bug.file}.py"
     source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(damaged(bug), encoding="utf-8")
-    train(ROOT / f"{bug.file}.py", right, flags)
+    train(PATHS[bug.file], right, flags)
     train(source, wrong, flags)
     smoke = ".smoke" * bool(more)
     compare.main([right, wrong], str(out / f"bug_{number}{smoke}"))
@@ -241,7 +240,7 @@ def play(number: int, out: Path, more: str = "") -> None:
 def reveal(number: int) -> str:
     """The line, the reason, the check, the source."""
     bug = BUGS[number - 1]
-    path = next(path for path in algorithms() if path.stem == bug.file)
+    path = PATHS[bug.file]
     before = path.read_text(encoding="utf-8").splitlines()
     changed = damaged(bug).splitlines()
     at = next(i for i, (a, b) in enumerate(zip(before, changed)) if a != b)
@@ -250,9 +249,9 @@ def reveal(number: int) -> str:
     lines += [f"+ {changed[at].strip()}"] if not gone else []
     seen = LOOP if bug.seen_by == LOOP else f"{bug.seen_by} of checks/{bug.file}.py"
     lines += [textwrap.fill(bug.why, 100), f"Seen by {seen}."]
-    return "\n".join(
-        [*lines, *([textwrap.fill(f"It was real: {bug.real}.", 100)] * bool(bug.real))]
-    )
+    if bug.real:
+        lines.append(textwrap.fill(f"It was real: {bug.real}.", 100))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -276,8 +275,7 @@ def main() -> None:
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
     except KeyboardInterrupt:
-        print("labs.bug: interrupted; a run that ended is not run again", file=sys.stderr)
-        sys.exit(130)
+        parser.exit(130, "labs.bug: interrupted; a run that ended is not run again\n")
 
 
 if __name__ == "__main__":

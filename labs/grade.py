@@ -18,7 +18,6 @@ import gc
 import linecache
 import os
 import re
-import resource
 import signal
 import sys
 import textwrap
@@ -34,6 +33,7 @@ import checks
 import torch
 from checks.files import MODULES, PATHS
 from common.cli import BadInput, in_one_line, say
+from common.tasks.reward import bound_memory
 from tools import arguments
 
 from labs import exercise_checks
@@ -86,10 +86,7 @@ def limit_this_process() -> None:
     """In the student's process: bound its memory and discard what it prints."""
     for output in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    bound_memory(MEMORY)
 
 
 def load(source: str, path: Path) -> ModuleType:
@@ -237,7 +234,8 @@ def hint(name: str, failed: dict[Check | None, str]) -> str:
         if all(verdicts[check] == failed.get(check, "") for check in told):
             exact.append(damage)
         for check, names in alike.items():
-            names += [damage] if verdicts[check] == failed[check] else []
+            if verdicts[check] == failed[check]:
+                names.append(damage)
     if exact:
         return f"{either(exact)} has just this effect."
     explained: dict[str, list[str]] = {}

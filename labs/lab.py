@@ -40,6 +40,7 @@ from types import ModuleType
 import numpy as np
 from common.cli import BadInput, in_one_line
 from common.records.curves import series, smooth
+from common.records import files
 from common.records.files import atomic_write, read_lines
 from checks import replaced
 from checks.files import ROOT
@@ -139,8 +140,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
 def write(table: Path, content: dict) -> None:
     """A table, a series a line."""
     lines = re.sub(r"(?<=[\[\d,])\s+(?=[-\]\dN])", " ", json.dumps(content, indent=1))
-    with atomic_write(table) as partial:
-        partial.write_text(lines.replace("[ ", "[").replace(" ]", "]") + "\n", encoding="utf-8")
+    files.write(table, lines.replace("[ ", "[").replace(" ]", "]") + "\n")
 
 
 def plain(value: object) -> object:

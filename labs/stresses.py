@@ -139,14 +139,14 @@ def put_under(module: ModuleType, stress: Stress) -> None:
         task = load_task(args, tokenizer)
         if kind:
             KINDS[args.task] = kind
-        held_out_verifier = task.held_out_verifier or task.verifier
+        task.exact_verifier = task.verifier
         if stress.flipped:
             task.verifier = flip(task.verifier, stress.flipped, args.seed)
-        return replace(task, held_out_verifier=held_out_verifier)
+        return task
 
-    def exact_evaluate(engine: object, *more: object) -> dict:
+    def exact_evaluate(engine: object, task: object, *more: object) -> dict:
         engine.examiner.sync(engine.policy)
-        return evaluate(engine.examiner, *more)
+        return evaluate(engine.examiner, replace(task, verifier=task.exact_verifier), *more)
 
     def stressed_main(args: object, world: World) -> None:
         args.lr *= stress.lr

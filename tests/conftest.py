@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 def _no_curves(request, monkeypatch):
     """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""
 
-    def no_curves(folder: Path) -> Path:
+    def no_curves(folder: Path, config: dict) -> Path:
         (folder / "curves.png").touch()
         return folder / "curves.png"
 

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 import numpy as np
 from common.cli import BadInput, in_one_line, say
 from common.records.curves import PANELS, ROUNDING, series, sheet, smooth
-from common.records.files import atomic_write, read_lines, saved_config
+from common.records.files import atomic_write, read_lines, saved_config, write
 from common.records.summary import fell
 from tools import arguments
 
@@ -238,9 +238,8 @@ def main(folders: list[Path], out: str) -> None:
     among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
     figure, rows = draw(among), table(among)
     command = shlex.join(["python", "-m", "tools.compare", *map(str, folders), "--out", out])
-    with atomic_write(text) as partial:  # first: its first line shows that both files are ours
-        made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
-        partial.write_text(made, encoding="utf-8")
+    made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
+    write(text, made)  # first: its first line shows that both files are ours
     with atomic_write(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
     say(rows, "", picture, text)

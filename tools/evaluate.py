@@ -26,19 +26,17 @@ from typing import Annotated, Literal, NamedTuple
 from common import cli
 from common.cli import BadInput, Count, Flags, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
-from common.distributed import World, global_sum, shard
+from common.distributed import World, from_all, global_sum, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.model import load_model
-from common.records.checkpoint import first_failure
-from common.records.checkpoint import checkpoints
+from common.records.checkpoint import checkpoints, first_failure, step_of
 from common.records.files import as_lines, saved_config
 from common.rollout import make_engine
 from common.tasks.reward import Verifier
 from common.tasks.rows import rows_of
 from common.tiny import arithmetic
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from torch import Tensor, nn
@@ -110,13 +108,12 @@ def load_sets(
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
-        verifier = task.held_out_verifier or task.verifier
-        return [Set(task.name, task.held_out, verifier, task)], [warning] if changed else []
+        return [Set(task.name, task.held_out, task.verifier, task)], [warning] if changed else []
     sets, remarks, math_verify = [], [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
-            sets.append(Set(spec, task.held_out, task.held_out_verifier or task.verifier))
+            sets.append(Set(spec, task.held_out, task.verifier))
             continue
         rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
         for row in tqdm(rows, "tokenising", leave=False, delay=3):
@@ -159,7 +156,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
-    return int(found[-1].name.removeprefix("step_"))
+    return step_of(found[-1])
 
 
 def main(args: Args, world: World) -> None:
@@ -242,9 +239,8 @@ def measure(
             row |= {"scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
             rows.append(row | {"responses": texts[own]})
         bar.update(len(numbers))
-    parts = [None] * world.size
-    dist.all_gather_object(parts, rows)
-    return sorted((row for part in parts for row in part), key=lambda row: row["problem"])
+    everyones = [row for part in from_all(rows) for row in part]
+    return sorted(everyones, key=lambda row: row["problem"])
 
 
 def powers(n: int) -> list[int]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from common.cli import BadInput
-from common.records.files import atomic_write
+from common.records import files
 
 
 def short(value: float, digits: int) -> float:
@@ -42,6 +42,5 @@ def write(template: Path, data: dict, out: Path) -> None:
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
         raise BadInput(f"--out {out}: is another file: give another name")
-    with atomic_write(out) as partial:
-        partial.write_text(filled(template, data), encoding="utf-8")
+    files.write(out, filled(template, data))
     print(out)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.cli import BadInput
-from common.records.files import atomic_write, read_lines, saved_config
+from common.records.files import atomic_write, read_lines
 
 PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand before `entropy`
     "reward": "reward (training samples)",
@@ -62,9 +61,8 @@ def sheet(titles: dict[str, str], heading: str) -> tuple:
     return figure, axes
 
 
-def draw_curves(folder: Path, config: dict, lines: list[dict]) -> object:
-    """The figure of the run in `folder`, with its config.json and its metrics. BadInput where there
-    is nothing to draw."""
+def draw_curves(config: dict, lines: list[dict]) -> object:
+    """The figure of a run, from its config.json and its metrics."""
     acted = config["acted"]
     first, later = list(PANELS)[:3], list(PANELS)[3:]
     titles = {}
@@ -73,8 +71,6 @@ def draw_curves(folder: Path, config: dict, lines: list[dict]) -> object:
         least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
         if np.any(values >= least):  # False for NaN
             titles[name] = (PANELS | acted)[name]
-    if not titles:
-        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
     width = len(lines) // 12 | 1  # odd
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
     drawn = f"faint: each step; line: mean of {width} step(s)"
@@ -92,12 +88,9 @@ def draw_curves(folder: Path, config: dict, lines: list[dict]) -> object:
     return figure
 
 
-def draw_run(folder: Path) -> Path:
+def draw_run(folder: Path, config: dict) -> Path:
     """Draw the run in `folder`; the path of its curves.png."""
-    config = saved_config(folder)
-    if not config:
-        raise BadInput(f"{folder}: holds no run")
-    figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
+    figure = draw_curves(config, read_lines(folder / "metrics.jsonl"))
     with atomic_write(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"

@@ -210,7 +210,7 @@ def vllm_options(
     if gpu:
         options["gpu_memory_utilization"] = args.vllm_memory
         options["enable_sleep_mode"] = args.vllm_sleep
-        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see Head
+        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_product
         if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
             options["disable_custom_all_reduce"] = True
         # Only on request, for it slows vLLM: experts are copied at every step, and no batch may be

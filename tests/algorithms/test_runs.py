@@ -44,10 +44,8 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run"]
     run = forked(second_rank_succeeds, *flags, ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
-    saved = tmp_path / "run/checkpoints/step_000002"
-    one, other = (
-        torch.load(saved / f"rank{rank}.pt")["parts"]["branches"]["feedback"] for rank in (0, 1)
-    )
+    saved = [tmp_path / f"run/checkpoints/step_000002/rank{rank}.pt" for rank in (0, 1)]
+    one, other = (torch.load(path)["parts"]["branches"]["feedback"] for path in saved)
     assert one == other and len(one) > 0
 
 

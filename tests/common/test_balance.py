@@ -29,10 +29,8 @@ def on_a_rank(folder: Path) -> None:
     """Pairs that stay together; then single rows, of which the first rank has none."""
     world = setup()
     own = share_of(world.rank)
-    pairs, single = (
-        balance_tokens(own, world, 2),
-        balance_tokens(own.rows(slice(2 * world.rank)), world),
-    )
+    pairs = balance_tokens(own, world, 2)
+    single = balance_tokens(own.rows(slice(2 * world.rank)), world)
     torch.save((vars(pairs), single.advantages.tolist()), folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

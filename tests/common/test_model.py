@@ -15,7 +15,6 @@ from common.logprobs import Policy, entropies, response_logprobs
 from common.model import EMBEDDED, config_of, load_model
 from common.records.checkpoint import save_model
 from common.rollout import HFEngine
-from common.scale import head as model_module
 from common.scale.head import Head, TokenLogprobs
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
@@ -36,7 +35,7 @@ HEADS = [((40,), Head()), ((40,), Head(0.7)), ((40, 5), Head(0.7)), ((40, 5), He
 def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
     """Value, entropy and both gradients, over several blocks with a ragged last one; of one token
     at each place, or of five, of which one stands there twice; with a soft cap."""
-    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
+    monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
     targets = torch.randint(50, shape, generator=generator)
@@ -60,7 +59,7 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
 
 def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     """58 blocks: the gradient's error against float32 is that of bfloat16's own rounding, 0.3%."""
-    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
+    monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (400, 50)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import logprobs as rollout_module
 from common.batch import Rollout
 from common.cli import RunStopped
 from common.distributed import ALONE, World
@@ -178,6 +177,6 @@ def test_micro_batches_cover_rows_within_the_budget(world, monkeypatch):
         for rows, tokens in zip(micros, padded(micros, lengths)):
             assert len(rows) == 1 or tokens <= budget
     # A rank whose rows fit into fewer micro-batches splits them until it has as many as the others.
-    monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
+    monkeypatch.setattr("common.logprobs.global_sum", lambda *both: {"micros_max": 9.0})
     micros = micro_batches(DENSE, of_lengths(lengths), 10**6, world)
     assert len(micros) == 9 and sorted(torch.cat(micros).tolist()) == list(range(64))

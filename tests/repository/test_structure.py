@@ -71,9 +71,8 @@ def test_common_is_imported_before_torch():
     """OpenMP reads its settings when torch loads (common/__init__.py)."""
     for path in PATHS.values():
         source = path.read_text("utf-8")
-        assert (
-            source.index("\nfrom common.") < re.search(r"\n(from|import) torch\b", source).start()
-        ), path
+        of_torch = re.search(r"\n(from|import) torch\b", source)
+        assert source.index("\nfrom common.") < of_torch.start(), path
 
 
 def test_common_has_no_circle():

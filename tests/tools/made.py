@@ -22,10 +22,6 @@ def write_lines(path: Path, rows: Iterable[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def metrics_of(steps: int, seed: int = 0) -> list[dict]:
     """Rows of a run that measures at every tenth step, other numbers for each seed."""
     generator = torch.Generator().manual_seed(seed)

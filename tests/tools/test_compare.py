@@ -26,10 +26,8 @@ def test_which_runs_are_of_a_kind(tmp_path):
     (kind,) = load(one, two)
     assert kind.label == "grpo" and [run.folder for run in kind.runs] == [one, two]
     other = run_of(tmp_path / "clip", 1, clip_high=0.28)
-    assert [kind.label for kind in load(one, other)] == [
-        "grpo, clip_high 0.2",
-        "grpo, clip_high 0.28",
-    ]
+    labels = [kind.label for kind in load(one, other)]
+    assert labels == ["grpo, clip_high 0.2", "grpo, clip_high 0.28"]
     again = run_of(tmp_path / "new", 1)
     assert [len(kind.runs) for kind in load(one, two, again)] == [2, 1]
 

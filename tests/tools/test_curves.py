@@ -13,7 +13,7 @@ def test_the_lines_are_the_runs_numbers(tmp_path):
     lines[20]["entropy"] = None
     del lines[21]["entropy"]
     folder = a_run(tmp_path / "run", lines)
-    figure = draw_curves(folder, saved_config(folder), lines)
+    figure = draw_curves(saved_config(folder), lines)
     axes = {axis.get_title().replace("\n", " "): axis for axis in figure.axes}
     raw, _ = axes["reward (training samples)"].lines
     assert [*raw.get_ydata()] == [row["reward"] for row in lines[1:]]

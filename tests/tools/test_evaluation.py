@@ -1,6 +1,7 @@
 """tools.evaluate: estimators against brute force, models and runs measured, bad input refused."""
 
 import itertools
+import json
 import random
 import shutil
 import sys
@@ -16,7 +17,6 @@ from tools import evaluate
 from tools.evaluate import Args, bootstrap, line_of, pass_at_k
 
 from tests.helpers import SMALL, forked, metrics, run_here
-from tests.tools.made import read_lines
 
 MOVED = [*SMALL, "--lr", 0.01, "--max_new_tokens", 40, "--save_hf"]
 
@@ -43,7 +43,7 @@ def measured(monkeypatch, capsys):
 def rows(folder: Path) -> list[dict]:
     """The rows of the one file of responses in a folder."""
     (path,) = folder.glob("evaluation-*")
-    return read_lines(path)
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def greedy(folder: Path) -> list[tuple]:

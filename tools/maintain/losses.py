@@ -6,9 +6,8 @@ python -m tools.maintain.losses
 
 import ast
 import re
-import sys
 
-from common.records.files import atomic_write
+from common.records.files import write
 
 from tools import arguments
 from checks.files import ALGORITHMS, PATHS, ROOT
@@ -116,11 +115,6 @@ def page() -> str:
     return "\n".join([*parts, *weights, last])
 
 
-def main() -> None:
-    with atomic_write(PAGE) as path:
-        path.write_text(page(), encoding="utf-8")
-
-
 if __name__ == "__main__":
     arguments(__doc__).parse_args()
-    sys.exit(main())
+    write(PAGE, page())

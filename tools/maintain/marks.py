@@ -1,10 +1,8 @@
-"""The lines that an algorithm file changes in its base file, and the marks that show them: one
-definition for tests and tools.
+"""The lines that an algorithm file changes in grpo.py, and the marks that show them: one definition
+for tests and tools.
 
-A line that a file does not share with its base file ends in `# <own>`, or stands between a line
-`# <own>` and a line `# </own>`. In the base file these marks show the lines that other files may
-lack. A header names the base file (`Base file: stapo.py`); without that it is `grpo.py`. A file
-keeps the marks of its base file: together they are all that differs from `grpo.py`.
+A line that a file does not share with grpo.py ends in `# <own>`, or stands between a line `# <own>`
+and a line `# </own>`. In grpo.py these marks show the lines that other files may lack.
 
     python -m tools.maintain.marks     changed code lines of every file, and those outside its marks
 """
@@ -16,7 +14,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from checks.files import NINE, PATHS, base_of
+from checks.files import FIRST, NINE, PATHS
 
 from tools import arguments
 
@@ -82,14 +80,12 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    """Print every file's distance from its base file. Returns the number of unmarked changes."""
+    """Print every file's distance from grpo.py. Returns the number of unmarked changes."""
     unmarked = 0
-    for path in map(PATHS.get, NINE):
-        base = base_of(path)
-        if base:
-            loose, changed = changes(path, base)
-            print(f"{path.stem}: {changed} code lines from {base.name}", *loose, sep="\n    ")
-            unmarked += len(loose)
+    for name in NINE[1:]:
+        loose, changed = changes(PATHS[name], PATHS[FIRST])
+        print(f"{name}: {changed} code lines from grpo.py", *loose, sep="\n    ")
+        unmarked += len(loose)
     return unmarked
 
 

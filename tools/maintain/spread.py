@@ -1,12 +1,12 @@
-"""Copy a change of a base file into every file that is based on it.
+"""Copy a change of grpo.py into the other eight files.
 
     python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
     python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
 
 Edit grpo.py, run this, and read the output. A hunk is applied where the file still has the lines
 that it replaces. An insertion is applied where the two lines around it still follow each other. All
-other hunks are printed, to be done by hand, and so are new lines that the base file marks as its
-own. Headers (the first docstring) are not changed. Exit code 1 if hunks are left to do.
+other hunks are printed, to be done by hand, and so are new lines that grpo.py marks as its own.
+Headers (the first docstring) are not changed. Exit code 1 if hunks are left to do.
 """
 
 import difflib
@@ -14,17 +14,16 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tools import arguments
-from checks.files import NINE, PATHS, ROOT, base_of
+from checks.files import FIRST, NINE, PATHS, ROOT
 
 MARK = r"# </?\w+>$"
 
 
 @dataclass
 class Spread:
-    """One file after its base file's change: its new lines, the number of applied hunks, and the
+    """One file after grpo.py's change: its new lines, the number of applied hunks, and the
     hunks that were not applied."""
 
     lines: list[str]
@@ -66,7 +65,7 @@ def stand_together(places: list[int | None]) -> bool:
 
 def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
     """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
-    in base and ours. New lines that the base file marks as its own are not inserted.
+    in base and ours. New lines that grpo.py marks as its own are not inserted.
     """
     at, there = same(base, ours), same(theirs, ours)
     result = Spread(list(ours))
@@ -97,26 +96,15 @@ def git(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *words], **how)
 
 
-def committed(path: Path, commit: str) -> str | None:
-    """The file's text in that commit, if it was there."""
-    name = f"{commit}:{path.relative_to(ROOT).as_posix()}"
-    shown = git("show", name)
-    return shown.stdout if shown.returncode == 0 else None
-
-
 def main(commit: str, dry: bool) -> int:
-    """Spread every base file's change, grpo.py's first. Returns the number of hunks left."""
-    left, waiting, done = 0, [PATHS[name] for name in NINE], set()
-    while waiting:
-        path = next(path for path in waiting if base_of(path) is None or base_of(path) in done)
-        waiting.remove(path)
-        done.add(path)
-        base = base_of(path)
-        before = committed(base, commit) if base else None
-        if before is None or before == base.read_text("utf-8"):
-            continue
+    """Spread the change of grpo.py since that commit. Returns the number of hunks left."""
+    left = 0
+    before, now = git("show", f"{commit}:grpo.py").stdout, PATHS[FIRST].read_text("utf-8")
+    if before == now:
+        return left
+    for path in map(PATHS.get, NINE[1:]):
         header, ours = body(path.read_text("utf-8"))
-        result = spread(body(before)[1], body(base.read_text("utf-8"))[1], ours)
+        result = spread(body(before)[1], body(now)[1], ours)
         if not dry:
             path.write_text("\n".join([*header, *result.lines]) + "\n", encoding="utf-8")
         print(f"{path.stem}: {result.placed} placed, {len(result.left)} left to you")
@@ -131,6 +119,6 @@ if __name__ == "__main__":
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("commit", nargs="?", default="HEAD", metavar="COMMIT")
     words = parser.parse_args()
-    if git("rev-parse", "--verify", "--quiet", f"{words.commit}^{{commit}}").returncode:
-        parser.error(f"COMMIT {words.commit}: this repository has none of that name")
+    if git("rev-parse", "--verify", "--quiet", f"{words.commit}:grpo.py").returncode:
+        parser.error(f"COMMIT {words.commit}: this repository has no grpo.py of it")
     sys.exit(1 if main(words.commit, words.dry) else 0)

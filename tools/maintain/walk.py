@@ -19,7 +19,7 @@ from unittest import mock
 import grpo
 import torch
 from common.launch import launch
-from common.records.files import atomic_write
+from common.records.files import write
 from common.run import Run
 from torch import Tensor
 
@@ -178,8 +178,7 @@ def main() -> None:
         sys.argv = ["grpo.py", *words]
         launch(grpo.main, grpo.Args)
         page = filled(PAGE.read_text("utf-8"), Path(grpo.__file__).read_text("utf-8"), found(calls))
-    with atomic_write(PAGE) as path:
-        path.write_text(page, encoding="utf-8")
+    write(PAGE, page)
     print(f"written: {PAGE}")
 
 
