@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -169,6 +170,7 @@ class Compiled:
     """
 
     failed = False
+    seconds = 0.0  # the first call of all, which compiles
 
     def __init__(self, function: Callable, dynamic: bool | None = None):
         """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
@@ -191,8 +193,13 @@ class Compiled:
 
     def __call__(self, *inputs: object, **named: object) -> object:
         if not Compiled.failed:
+            start = time.perf_counter()
             try:
-                return self.compiled(*inputs, **named)
+                outputs = self.compiled(*inputs, **named)
+                if not Compiled.seconds:
+                    Compiled.seconds = time.perf_counter() - start
+                    say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
+                return outputs
             except TorchDynamoException as error:
                 Compiled.failed = True
                 why = in_one_line(error)
