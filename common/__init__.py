@@ -32,8 +32,9 @@ The others need not be read to understand an algorithm:
     norms         the norm of each response's gradient, in one pass (vcpo)
 `tiny/` is the embedded task and its models.
 
-Imports run one way, without a circle: `tasks/` asks for `cli` and `tiny/` alone, `run` alone asks
-for `records/`, and of `scale/` head and routing stand below `logprobs`, vllm below `rollout`.
+Imports run one way, without a circle. `tasks/` asks for `cli` and `tiny/` alone; of these modules
+only `run` asks for `records/`. `model` and `logprobs` ask for head, `logprobs` for routing,
+`rollout` for vllm; norms asks for `logprobs`.
 """
 
 import os

@@ -81,7 +81,9 @@ class HFEngine:
         self.sync_dtype = None if self.float8 else precision
         self.lm = broadcast_module(copy.deepcopy(lm), world).eval().requires_grad_(False)
         policy = Policy(self.lm)
-        self.device, self.max_rows, self.routing = world.device, max_rows, policy.routing
+        self.device = world.device
+        self.max_rows = max_rows
+        self.routing = policy.routing
         self.reports_experts = experts and self.routing.active
         self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
@@ -150,7 +152,9 @@ class HFEngine:
         """Tokens, log-probs, experts and most likely tokens (if any) of N = len(prompts)·n rows,
         decoded together: a list of rows each."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
-        width, rows, on = max(map(len, contexts)), len(contexts) * n, {"device": self.device}
+        width = max(map(len, contexts))
+        rows = len(contexts) * n
+        on = {"device": self.device}
         # Left padding ends all contexts in the same column: one column a step extends every row.
         padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], **on)  # [P, width]
         length = torch.tensor([len(c) for c in contexts], **on)  # [P]
@@ -171,9 +175,9 @@ class HFEngine:
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
         # Each prompt was read once; now it branches into n rows.
         cache.reorder_cache(torch.arange(len(contexts), **on).repeat_interleave(n))
-        # No sliding window, and an attention that takes a mask of True and False
-        no_window = all(type(layer) is DynamicLayer for layer in cache.layers)
-        no_window &= self.lm.config._attn_implementation == "sdpa"
+        # Where no window slides sdpa takes a mask of True and False
+        windows = any(type(layer) is not DynamicLayer for layer in cache.layers)
+        boolean = self.lm.config._attn_implementation == "sdpa" and not windows
         logits = logits.repeat_interleave(n, 0)  # [N, V]
         attention = attention.repeat_interleave(n, 0)  # [N, width]
         length = length.repeat_interleave(n)  # [N]
@@ -206,7 +210,7 @@ class HFEngine:
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             # Ready for the kernel: from [alive, columns] transformers would make this mask again.
             mask = attention
-            if no_window:
+            if boolean:
                 mask = attention.bool()[:, None, None]  # [alive, 1, 1, columns]
             logits = self._logits(token, mask, position, cache)  # [alive, V]
             if self.reports_experts:
@@ -270,5 +274,4 @@ def make_engine(
 
         return VLLMEngine(args, lm, world, record_experts, record_top)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    how = {"experts": record_experts, "top": record_top}
-    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, **how)
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, record_experts, record_top)

@@ -15,12 +15,9 @@ def short(value: float, digits: int) -> float:
 
 def form(template: Path) -> str:
     """A page's form and program, with the shared parts and without data."""
-    shared = {
-        name: template.with_name(name).read_text("utf-8") for name in ("look.html", "look.js")
-    }
     text = template.read_text("utf-8")
     for place, name in (("{{look}}\n", "look.html"), ("{{shared}}\n", "look.js")):
-        text = text.replace(place, shared[name])
+        text = text.replace(place, template.with_name(name).read_text("utf-8"))
     return text
 
 

@@ -106,7 +106,9 @@ class HeadPart:
     """
 
     def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
-        self.lm, self.micro, self.head = lm, micro, head_of(lm, temperature)
+        self.lm = lm
+        self.micro = micro
+        self.head = head_of(lm, temperature)
         # The head's gradient in the row of the token at each place. The backward pass reaches the
         # head first and the embedding last, which needs it if both share their weight.
         self.at_tokens: Tensor | None = None  # [n, S, H]

@@ -32,7 +32,9 @@ class Selection(TorchFunctionMode):
 
     def __init__(self, replayed: Tensor | None = None):
         super().__init__()
-        self.replayed, self.seen, self.experts = replayed, [], 0
+        self.replayed = replayed
+        self.seen = []
+        self.experts = 0  # to choose from
 
     def __torch_function__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
@@ -43,7 +45,7 @@ class Selection(TorchFunctionMode):
                 chosen = self.replayed.view_as(result.indices)  # [tokens, k]
                 result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
             self.seen.append(result.indices.flatten(0, -2))  # [tokens, k]
-            self.experts = args[0].shape[-1]  # to choose from
+            self.experts = args[0].shape[-1]
         return result
 
 

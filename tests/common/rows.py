@@ -22,9 +22,8 @@ def load(task: str, tokenizer: object = None, **fields: object) -> Task:
 
 
 def write(path: Path, rows: list) -> str:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
     return str(path)
 
 

@@ -1,11 +1,11 @@
 """Run folders made by hand."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from common.records.files import as_lines
 
 from tests.helpers import module_of
 
@@ -16,10 +16,6 @@ HOSTILE = [
     "<!-- <b>&amp;&lt; {{data}} {{shared}}",
     "\"'`${document.body.remove()}`\\u003c",
 ]
-
-
-def write_lines(path: Path, rows: Iterable[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def metrics_of(steps: int, seed: int = 0) -> list[dict]:
@@ -41,7 +37,7 @@ def a_run(folder: Path, lines: list[dict], algorithm: str = "grpo", **config: ob
     module = module_of(algorithm)
     flags = asdict(module.Args()) | {"algorithm": algorithm, "acted": module.ACTED, "ranks": 1}
     (folder / "config.json").write_text(json.dumps(flags | {"model": "tiny"} | config))
-    write_lines(folder / "metrics.jsonl", lines)
+    (folder / "metrics.jsonl").write_text(as_lines(lines))
     return folder
 
 
@@ -61,5 +57,5 @@ def group_of(step: int, texts: list[str] = HOSTILE) -> dict:
 def with_samples(folder: Path, rows: list[dict], **config: object) -> Path:
     """A run folder with these rows of samples.jsonl."""
     a_run(folder, metrics_of(9), **config)
-    write_lines(folder / "samples.jsonl", rows)
+    (folder / "samples.jsonl").write_text(as_lines(rows))
     return folder

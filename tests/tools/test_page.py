@@ -5,9 +5,10 @@ import re
 
 import pytest
 from common.cli import BadInput
+from common.records.files import as_lines
 from tools import look, page
 
-from tests.tools.made import HOSTILE, a_run, group_of, metrics_of, with_samples, write_lines
+from tests.tools.made import HOSTILE, a_run, group_of, metrics_of, with_samples
 
 
 def test_the_page_has_the_stored_groups_as_data_alone(tmp_path):
@@ -41,7 +42,7 @@ def test_a_curve_of_rounding_is_not_drawn(gap, drawn, tmp_path):
     """Its own scale would make it a climb, which troubleshooting teaches as a cause of collapse."""
     run = with_samples(tmp_path, [group_of(1)])
     lines = [line | {"sampler_kl": gap * line["step"] / 20} for line in metrics_of(20)]
-    write_lines(run / "metrics.jsonl", lines)
+    (run / "metrics.jsonl").write_text(as_lines(lines))
     assert ("sampler_kl" in page.run_data(run, every=1)["curves"]) == drawn
 
 
@@ -49,7 +50,7 @@ def test_a_run_without_samples_and_another_file_are_refused(tmp_path):
     run, notes = a_run(tmp_path / "run", metrics_of(9)), tmp_path / "notes.html"
     with pytest.raises(BadInput, match="has no samples.jsonl"):
         page.main([run], notes)
-    write_lines(run / "samples.jsonl", [group_of(1)])
+    (run / "samples.jsonl").write_text(as_lines([group_of(1)]))
     notes.write_text("mine")
     with pytest.raises(BadInput, match="another file"):
         page.main([run], notes)
