@@ -102,6 +102,8 @@ class Args(Flags):
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True
     """Lower the learning rate by the square root of the batch's effective sample size."""
+    overlap: bool = False
+    """Sample the next batch while the trainer updates."""
     rho_on: Positive = 1.0
     """ESS ratio from which the learning rate has its full value (paper: 1, and 0.55 for long
     tool-use responses)."""
@@ -233,7 +235,11 @@ ACTED = {
 def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    if args.overlap:
+        from common.scale.overlap import Overlapped
+        engine = Overlapped(args, lm, world)
+    else:
+        engine = make_engine(args, lm, world)
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -258,36 +264,23 @@ def main(args: Args, world: World) -> None:
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+        def receive(policy):
+            rollout = engine.take() if args.overlap else engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            rewards = task.score(rollout, problems, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
+            for minibatch in minibatches:
+                minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
+            means.add(**run.check_sampler(minibatches))
+            stale.queue.append(minibatches)
+            return rollout
 
-        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        rollout.advantages = advantages(rewards).flatten()  # [N]
-
-        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
-        # not use them: its weights are against μ, what the sampler reported, and correct for
-        # staleness and engine at once. The sampler check needs them.
-        # <own>
-        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
-        # are about equal.
-        minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
-        # </own>
-        for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        means.add(**run.check_sampler(minibatches))  # <own>
-
-        # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
-        # fills there is none: the step trains on nothing and logs what it sampled.
-        # <own>
-        sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step
-        minibatches = stale.exchange(minibatches)
-        if minibatches:
-            rollout = Rollout.join(*minibatches)
-            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
-        # </own>
-
+        if args.overlap:
+            engine.submit(prompts, G, args.max_new_tokens, args.temperature)
+        else:
+            sampled_rollout = receive(policy)
+        minibatches = stale.queue.popleft() if step > args.lag else []
         # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         optimizer.param_groups[0]["lr"] = warm_lr  # <own>
@@ -325,6 +318,13 @@ def main(args: Args, world: World) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
+        if args.overlap:
+            sampled_rollout = receive(engine.policy)
+        rollout = sampled_rollout
+        sampled = {"tokens": (rollout.mask.sum(), None)}
+        if minibatches:
+            rollout = Rollout.join(*minibatches)
+            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))
         engine.sync(policy)
 
         # 5. Log the step; evaluate and save when it is time.
