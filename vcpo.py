@@ -56,6 +56,7 @@ from common.batch import Rollout, balance_tokens
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput  # <own>
 from common.data import load_task
+from common.data import Problem  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather  # <own>
 from common.launch import launch
@@ -64,7 +65,9 @@ from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
+from common.rollout import Engine  # <own>
 from common.run import Run
+from common.scale.overlap import Overlapped  # <own>
 from common.scale.norms import gradient_norms, unsupported_module  # <own>
 import torch
 from torch import Tensor
@@ -98,12 +101,12 @@ class Args(Flags):
     lag: Whole = 8
     """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
     10 on MATH)."""
+    overlap: bool = False
+    """Sample in a process of its own while the trainer updates: the same numbers. CPUs only."""
     is_cap: Positive = 8.0
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True
     """Lower the learning rate by the square root of the batch's effective sample size."""
-    overlap: bool = False
-    """Sample the next batch while the trainer updates."""
     rho_on: Positive = 1.0
     """ESS ratio from which the learning rate has its full value (paper: 1, and 0.55 for long
     tool-use responses)."""
@@ -165,19 +168,43 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
 
 
 class Stale:
-    """A queue: `exchange` returns each batch `lag` batches after it was put in."""
+    """A queue: a batch that is put in is due `lag` steps later."""
 
     def __init__(self, args: Args, world: World):
         if args.lag >= args.steps:
             raise BadInput(f"--lag {args.lag}: must be below --steps {args.steps}")
+        if args.overlap and not args.lag:
+            raise BadInput("--overlap: needs --lag 1 or more")
         self.lag, self.device, self.ranks = args.lag, world.device, world.size
         self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
-    def exchange(self, batch: list[Rollout]) -> list[Rollout]:
-        """Put this step's batch in and take out the batch that is due; empty while the queue
-        fills."""
-        self.queue.append(batch)
-        return self.queue.popleft() if len(self.queue) > self.lag else []
+    def receive(
+        self, engine: Engine, policy: Policy, problems: list[Problem], run: Run, means: Means
+    ) -> Rollout:
+        """Take the batch that was submitted, and put it in. `policy`: the weights that sampled."""
+        args, world, G = run.args, run.world, run.args.group_size
+        rollout = engine.take()
+
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
+        rewards = run.task.score(rollout, problems, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
+        # not use them: its weights are against μ, what the sampler reported, and correct for
+        # staleness and engine at once. The sampler check needs them.
+        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
+        # are about equal.
+        minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
+        for minibatch in minibatches:  # of all: the update may be of another batch
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
+        means.add(**run.check_sampler(minibatches))
+        self.queue.append(minibatches)
+        return rollout
+
+    def due(self, step: int) -> list[Rollout]:
+        """The batch to train on in this step; empty while the queue fills."""
+        return self.queue.popleft() if step > self.lag else []
 
     def state_dict(self) -> dict:
         queue = [[vars(part) for part in batch] for batch in self.queue]
@@ -235,11 +262,12 @@ ACTED = {
 def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
+    # <own>
     if args.overlap:
-        from common.scale.overlap import Overlapped
         engine = Overlapped(args, lm, world)
     else:
         engine = make_engine(args, lm, world)
+    # </own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -264,23 +292,18 @@ def main(args: Args, world: World) -> None:
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
-        def receive(policy):
-            rollout = engine.take() if args.overlap else engine.generate(prompts, G, args.max_new_tokens, args.temperature)
-            rewards = task.score(rollout, problems, G)  # [P, G]
-            rollout.advantages = advantages(rewards).flatten()  # [N]
-            minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
-            for minibatch in minibatches:
-                minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-            means.add(**run.check_sampler(minibatches))
-            stale.queue.append(minibatches)
-            return rollout
+        # <own>
+        # The sampler works on them from now on. Without --overlap the trainer waits for it here.
+        engine.submit(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+        if not args.overlap:
+            rollout = stale.receive(engine, policy, problems, run, means)
 
+        # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
+        # fills there is none: the step trains on nothing and logs what it sampled.
         trained = max(0, step - 1 - args.lag)  # batches, before this step
-        if args.overlap:
-            engine.submit(prompts, G, args.max_new_tokens, args.temperature)
-        else:
-            sampled_rollout = receive(policy)
-        minibatches = stale.queue.popleft() if step > args.lag else []
+        minibatches = stale.due(step)
+        # </own>
+
         # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         optimizer.param_groups[0]["lr"] = warm_lr  # <own>
@@ -318,13 +341,14 @@ def main(args: Args, world: World) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
+        # <own>
         if args.overlap:
-            sampled_rollout = receive(engine.policy)
-        rollout = sampled_rollout
-        sampled = {"tokens": (rollout.mask.sum(), None)}
+            rollout = stale.receive(engine, engine.policy, problems, run, means)
+        sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         if minibatches:
             rollout = Rollout.join(*minibatches)
-            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))
+            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
+        # </own>
         engine.sync(policy)
 
         # 5. Log the step; evaluate and save when it is time.

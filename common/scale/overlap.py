@@ -1,41 +1,48 @@
-"""An engine in a process of its own, that samples while the trainer updates."""
+"""An engine in a process of its own: it samples while the trainer updates."""
 
 import copy
 import os
 import pickle
 import signal
 import threading
+import traceback
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 
 import torch
-from transformers import PreTrainedModel as Model
+from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.cli import Flags, RunStopped, in_one_line
+from common.cli import BadInput, Flags, RunStopped
 from common.clock import timed
-from common.distributed import TIMEOUT, World, broadcast_module, full_parameters, setup
+from common.distributed import TIMEOUT, StopFlag, World, broadcast_module, full_parameters, setup
 from common.logprobs import Policy
-from common.rollout import make_engine
+from common.rollout import Engine, make_engine
+
+PATIENCE = TIMEOUT.total_seconds()  # how long the trainer waits for an answer
 
 
-class Overlapped:
-    """The engine that `--rollout` names, in a process of its own on this rank.
+class Overlapped(Engine):
+    """The engine that `--rollout` names, in a process of its own; each rank has one.
 
-    Weights cross in memory that both processes share.
+    From `submit` to `take` it samples, and this process is free. `policy` has the weights of the
+    last `sync`, in memory that both processes share; the engine takes its own copy from there.
     """
 
-    def __init__(self, args: Flags, lm: Model, world: World):
+    def __init__(self, args: Flags, lm: PreTrainedModel, world: World):
+        if world.device.type == "cuda" or (args.rollout == "vllm" and world.size > 1):
+            raise BadInput("--overlap: on CPUs only, and with --rollout vllm on one rank only")
         lm = broadcast_module(copy.deepcopy(lm), world).requires_grad_(False).share_memory()
         self.policy = Policy(lm)
+        # Not forked: a fork would have the threads' locks, but not the threads that open them.
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
         given = (theirs, args, lm, world.rank)
         self.process = context.Process(target=serve, args=given, daemon=True)
         self.process.start()
-        theirs.close()
+        theirs.close()  # now the pipe ends with the process
         world.closing.callback(self._close)
-        self.asked = 1
+        self.open = 1  # questions without an answer so far: the first is whether the engine starts
         self._answer()
 
     def _close(self) -> None:
@@ -43,33 +50,37 @@ class Overlapped:
         self.process.join()
 
     def _ask(self, method: str, *given: object) -> None:
-        self.asked += 1
+        """Let the process call a method of its engine."""
+        self.open += 1
         try:
+            # Bytes and not tensors, of which each would hold an open file of the other process
             self.pipe.send_bytes(pickle.dumps((method, given)))
         except OSError:
-            self._ended()
+            self._lost()
 
     def _answer(self) -> object:
-        while self.asked:
-            if not self.pipe.poll(TIMEOUT.total_seconds()):
-                raise RunStopped("the sampler's process gave no answer")
+        """What the last call returned, once all have ended; the first error is raised here."""
+        answer = None
+        while self.open:
+            if not self.pipe.poll(PATIENCE):
+                raise RunStopped(f"the sampler's process has not answered for {PATIENCE:.0f} s")
             try:
                 answer = pickle.loads(self.pipe.recv_bytes())
             except (EOFError, OSError):
-                self._ended()
-            self.asked -= 1
+                self._lost()
+            self.open -= 1
             if isinstance(answer, Exception):
                 raise answer
         return answer
 
-    def _ended(self) -> None:
+    def _lost(self) -> None:
         self.process.join(10)
-        raise RunStopped(f"the sampler's process ended with exit code {self.process.exitcode}") from None
+        code = self.process.exitcode  # -9 is the kernel's, where memory is short
+        raise RunStopped(f"the sampler's process has ended with exit code {code}") from None
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
-        if self.asked:
-            self._answer()
+        self._answer()  # nobody reads the weights now
         weights = self.policy.lm.state_dict()
         for name, full in full_parameters(policy):
             weights[name].copy_(full)
@@ -82,44 +93,46 @@ class Overlapped:
     def load_state_dict(self, state: dict) -> None:
         self._ask("load_state_dict", state)
 
-    def submit(self, *given: object) -> None:
-        self._ask("generate", *given)
+    def submit(self, *request: object) -> None:
+        self._ask("generate", *request)
 
-    @timed("rollout")
+    @timed("rollout")  # the wait alone
     def take(self) -> Rollout:
         return self._answer()
 
-    def generate(self, *given: object) -> Rollout:
-        self.submit(*given)
+    def generate(self, *request: object) -> Rollout:
+        self.submit(*request)
         return self.take()
 
 
-def serve(pipe: Connection, args: Flags, lm: Model, rank: int) -> None:
+def serve(pipe: Connection, args: Flags, lm: PreTrainedModel, rank: int) -> None:
+    """The other process: make the engine, then call what the trainer asks for."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in StopFlag.SIGNALS:  # they come to both: the trainer ends its step, and then this
         signal.signal(number, signal.SIG_IGN)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        os.environ.pop(name, None)
-    world = setup()
-    world.rank = rank
+    os.environ |= {"WORLD_SIZE": "1", "SLURM_NTASKS": "1"}
+    world = setup()  # a group of its own
+    world.rank = rank  # gives it the seed of this rank
     policy = Policy(lm)
     engine = None
-    method, given = "built", ()
+    method, given = "", ()
     while True:
+        answer = None
         try:
-            if method == "built":
+            if engine is None:
                 engine = make_engine(args, lm, world)
-                answer = None
             elif method == "sync":
-                answer = engine.sync(policy)
+                engine.sync(policy)
             else:
                 answer = getattr(engine, method)(*given)
         except Exception as error:
+            error.add_note(traceback.format_exc())
             answer = error
         pipe.send_bytes(pickle.dumps(answer))
         method, given = pickle.loads(pipe.recv_bytes())
 
 
 def end_with_parent() -> None:
+    """However the trainer ends, so does this process."""
     parent_process().join()
     os._exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from labs import lab
 
-RUN = "vcpo.py --steps 90 --eval_every 5 --eval_samples 1 --save_every 1000 --sample_every 0"
+RUN = "vcpo.py --steps 64 --eval_every 8 --eval_samples 1 --save_every 1000 --sample_every 0"
 BARE = "--no_ess_scaling --no_optimal_baseline"
 # PPO's clip around the sampler's log-probs: grpo.py's loss without KL
 CLIP = """    ratio = (logp - batch.rollout_logp).exp()  # [n, T]
@@ -27,9 +27,10 @@ if __name__ == "__main__":
     found = json.loads(path.read_text("utf-8")) if path.exists() else {}
     for seed in (1, 2, 3):
         for lag in (0, 1, 2, 4):
-            for name, flags, damage in (("grpo", BARE, (LOSS, CLIP)), ("vcpo", "", None)):
-                key = f"{name} lag {lag} seed {seed}"
+            for who, flags, damage in (("grpo", BARE, (LOSS, CLIP)), ("vcpo", "", None)):
+                key = f"{who} lag {lag} seed {seed}"
                 if key not in found:
                     columns = ("greedy", "reward")
-                    found[key] = lab.trained(f"{RUN} --lag {lag} {flags}", seed, columns, damage)
+                    run = lab.trained(f"{RUN} --lag {lag} {flags}", seed, columns, damage)
+                    found[key] = {name: lab.plain(value) for name, value in run.items()}
                     path.write_text(json.dumps(found, indent=1), "utf-8")
