@@ -65,7 +65,6 @@ from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
-from common.rollout import Engine  # <own>
 from common.run import Run
 from common.scale.overlap import Overlapped  # <own>
 from common.scale.norms import gradient_norms, unsupported_module  # <own>
@@ -179,11 +178,11 @@ class Stale:
         self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
     def receive(
-        self, engine: Engine, policy: Policy, problems: list[Problem], run: Run, means: Means
-    ) -> Rollout:
-        """Take the batch that was submitted, and put it in. `policy`: the weights that sampled."""
+        self, rollout: Rollout, policy: Policy, problems: list[Problem], run: Run, means: Means
+    ) -> None:
+        """Steps 2 and 3 with a new batch, which then joins the queue. `policy`: it has the weights
+        that sampled."""
         args, world, G = run.args, run.world, run.args.group_size
-        rollout = engine.take()
 
         # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
         rewards = run.task.score(rollout, problems, G)  # [P, G]
@@ -200,7 +199,6 @@ class Stale:
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         means.add(**run.check_sampler(minibatches))
         self.queue.append(minibatches)
-        return rollout
 
     def due(self, step: int) -> list[Rollout]:
         """The batch to train on in this step; empty while the queue fills."""
@@ -293,10 +291,12 @@ def main(args: Args, world: World) -> None:
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         # <own>
-        # The sampler works on them from now on. Without --overlap the trainer waits for it here.
-        engine.submit(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
-        if not args.overlap:
-            rollout = stale.receive(engine, policy, problems, run, means)
+        request = prompts, G, args.max_new_tokens, args.temperature  # for N = P·G rows
+        if args.overlap:  # the sampler works on it while the trainer updates
+            engine.submit(*request)
+        else:
+            rollout = engine.generate(*request)
+            stale.receive(rollout, policy, problems, run, means)
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -343,7 +343,8 @@ def main(args: Args, world: World) -> None:
             means.add(**metrics_by_sign(minibatch))
         # <own>
         if args.overlap:
-            rollout = stale.receive(engine, engine.policy, problems, run, means)
+            rollout = engine.take()
+            stale.receive(rollout, engine.policy, problems, run, means)
         sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         if minibatches:
             rollout = Rollout.join(*minibatches)

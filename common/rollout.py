@@ -43,13 +43,6 @@ class Engine(Protocol):
         distribution.
         """
 
-    def submit(self, *request: object) -> None:
-        """Ask for what `generate` would return; `take` returns it."""
-        self.request = request
-
-    def take(self) -> Rollout:
-        return self.generate(*self.request)
-
     def sync(self, policy: torch.nn.Module) -> None:
         """Take over the trainer's weights, one whole tensor at a time; all ranks together."""
 
@@ -59,7 +52,7 @@ class Engine(Protocol):
     def load_state_dict(self, state: dict) -> None: ...
 
 
-class HFEngine(Engine):
+class HFEngine:
     """Samples with the transformers model in this process, from its own whole copy of the weights.
 
     Faster than `model.generate`: a prompt is read once for its whole group, and finished rows leave

@@ -17,12 +17,12 @@ from common.cli import BadInput, Flags, RunStopped
 from common.clock import timed
 from common.distributed import TIMEOUT, StopFlag, World, broadcast_module, full_parameters, setup
 from common.logprobs import Policy
-from common.rollout import Engine, make_engine
+from common.rollout import make_engine
 
 PATIENCE = TIMEOUT.total_seconds()  # how long the trainer waits for an answer
 
 
-class Overlapped(Engine):
+class Overlapped:
     """The engine that `--rollout` names, in a process of its own; each rank has one.
 
     From `submit` to `take` it samples, and this process is free. `policy` has the weights of the
