@@ -56,7 +56,6 @@ from common.batch import Rollout, balance_tokens
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput  # <own>
 from common.data import load_task
-from common.data import Problem  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather  # <own>
 from common.launch import launch
@@ -66,7 +65,6 @@ from common.model import load_model
 from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
 from common.run import Run
-from common.scale.overlap import Overlapped  # <own>
 from common.scale.norms import gradient_norms, unsupported_module  # <own>
 import torch
 from torch import Tensor
@@ -100,8 +98,6 @@ class Args(Flags):
     lag: Whole = 8
     """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
     10 on MATH)."""
-    overlap: bool = False
-    """Sample in a process of its own while the trainer updates: the same numbers. CPUs only."""
     is_cap: Positive = 8.0
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True
@@ -167,42 +163,19 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
 
 
 class Stale:
-    """A queue: a batch that is put in is due `lag` steps later."""
+    """A queue: `exchange` returns each batch `lag` batches after it was put in."""
 
     def __init__(self, args: Args, world: World):
         if args.lag >= args.steps:
             raise BadInput(f"--lag {args.lag}: must be below --steps {args.steps}")
-        if args.overlap and not args.lag:
-            raise BadInput("--overlap: needs --lag 1 or more")
         self.lag, self.device, self.ranks = args.lag, world.device, world.size
         self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
-    def receive(
-        self, rollout: Rollout, policy: Policy, problems: list[Problem], run: Run, means: Means
-    ) -> None:
-        """Steps 2 and 3 with a new batch, which then joins the queue. `policy`: it has the weights
-        that sampled."""
-        args, world, G = run.args, run.world, run.args.group_size
-
-        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
-        rewards = run.task.score(rollout, problems, G)  # [P, G]
-        rollout.advantages = advantages(rewards).flatten()  # [N]
-
-        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
-        # not use them: its weights are against μ, what the sampler reported, and correct for
-        # staleness and engine at once. The sampler check needs them.
-        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
-        # are about equal.
-        minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
-        for minibatch in minibatches:  # of all: the update may be of another batch
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        means.add(**run.check_sampler(minibatches))
-        self.queue.append(minibatches)
-
-    def due(self, step: int) -> list[Rollout]:
-        """The batch to train on in this step; empty while the queue fills."""
-        return self.queue.popleft() if step > self.lag else []
+    def exchange(self, batch: list[Rollout]) -> list[Rollout]:
+        """Put this step's batch in and take out the batch that is due; empty while the queue
+        fills."""
+        self.queue.append(batch)
+        return self.queue.popleft() if len(self.queue) > self.lag else []
 
     def state_dict(self) -> dict:
         queue = [[vars(part) for part in batch] for batch in self.queue]
@@ -260,12 +233,7 @@ ACTED = {
 def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    # <own>
-    if args.overlap:
-        engine = Overlapped(args, lm, world)
-    else:
-        engine = make_engine(args, lm, world)
-    # </own>
+    engine = make_engine(args, lm, world)
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -290,18 +258,34 @@ def main(args: Args, world: World) -> None:
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+
+        # 2. Reward and advantages. A group is on one rank: its mean needs no communication.
+        rewards = task.score(rollout, problems, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
+        # not use them: its weights are against μ, what the sampler reported, and correct for
+        # staleness and engine at once. The sampler check needs them.
         # <own>
-        request = prompts, G, args.max_new_tokens, args.temperature  # for N = P·G rows
-        if args.overlap:  # the sampler works on it while the trainer updates
-            engine.submit(*request)
-        else:
-            rollout = engine.generate(*request)
-            stale.receive(rollout, policy, problems, run, means)
+        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
+        # are about equal.
+        minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
+        # </own>
+        for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
+        means.add(**run.check_sampler(minibatches))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
+        # <own>
+        sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step
-        minibatches = stale.due(step)
+        minibatches = stale.exchange(minibatches)
+        if minibatches:
+            rollout = Rollout.join(*minibatches)
+            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
         # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
@@ -341,15 +325,6 @@ def main(args: Args, world: World) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
-        # <own>
-        if args.overlap:
-            rollout = engine.take()
-            stale.receive(rollout, engine.policy, problems, run, means)
-        sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
-        if minibatches:
-            rollout = Rollout.join(*minibatches)
-            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
-        # </own>
         engine.sync(policy)
 
         # 5. Log the step; evaluate and save when it is time.

@@ -38,14 +38,12 @@ class StopFlag:
     the current batch of an evaluation; a second one kills as usual. nohup's SIGHUP stays ignored.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
     def __init__(self):
         self.raised = False
 
     def listen(self) -> None:
         """Until this is called a signal ends the program at once."""
-        for number in self.SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._raise)
 

@@ -117,7 +117,7 @@ def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
         for rank in map(str, range(ranks)):
             own = shared | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             given = (Path(said), own, job, arguments)
-            processes.append(context.Process(target=child, args=given))
+            processes.append(context.Process(target=child, args=given, daemon=True))
             processes[-1].start()
         wait_for(processes)
         texts = [Path(said, name).read_text() for name in ("stdout", "stderr")]

@@ -123,7 +123,6 @@ class Args(justrl.Args):  # <own>
     """λ: weight of the branches' stream (paper)."""
     depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
-    overlap = False  # no flag: its loop is not split  # <own>
     lag: Whole = 2  # <own>
     """Layer 5, k: batches that are trained between sampling a batch and training on it; 0: none
     (our choice: with four mini-batches this is eight updates, as in vcpo.py)."""
@@ -346,8 +345,7 @@ def main(args: Args, world: World) -> None:
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
         trained = max(0, step - 1 - args.lag)  # batches, before this step
-        stale.queue.append(minibatches)
-        minibatches = stale.due(step)
+        minibatches = stale.exchange(minibatches)
         if minibatches:
             rollout = Rollout.join(*minibatches)
             rollout = rollout.rows(rollout.branch == 0)  # the main stream

@@ -27,7 +27,7 @@ from common.records.files import sync, write
 
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
-    """acted steps run_dir resume back_to overlap keep save_every save_hf eval_every eval_samples
+    """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
     gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
