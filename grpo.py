@@ -27,7 +27,7 @@ differs from the paper stands at the end of each file.
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
-    # one H100 (80 GB), about a minute a step
+    # one H100 (80 GB); a minute a step with weights of this shape (docs/gpu.md)
     torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
