@@ -107,17 +107,12 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # an error now, if no training prompt fits
-    return Task(
-        args.task,
-        train,
-        held_out,
-        source.verifier,
-        source.fingerprint,
-        final=source.final or source.verifier.final_answers,
-        tokenizer=tokenizer,
-        reply=source.reply,
-        reply_error=source.reply_error,
-    )
+    task = Task(args.task, train, held_out, source.verifier, tokenizer=tokenizer)
+    task.fingerprint = source.fingerprint
+    task.final = source.final or source.verifier.final_answers
+    task.reply = source.reply
+    task.reply_error = source.reply_error
+    return task
 
 
 def as_problem(

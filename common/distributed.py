@@ -198,7 +198,8 @@ class Compiled:
                 outputs = self.compiled(*inputs, **named)
                 if not Compiled.seconds:
                     Compiled.seconds = time.perf_counter() - start
-                    say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
+                    if os.environ.get("RANK", "0") == "0":
+                        say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
                 return outputs
             except TorchDynamoException as error:
                 Compiled.failed = True

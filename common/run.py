@@ -114,13 +114,9 @@ class Run:
                 import wandb
 
                 with blame(f"--wandb {args.wandb}: cannot be used"):
-                    self.wandb = wandb.init(
-                        project=args.wandb,
-                        name=self.folder.name,
-                        id=self.config["id"],
-                        resume="allow",
-                        config=self.config,
-                    )
+                    of_the_run = {"name": self.folder.name, "id": self.config["id"]}
+                    of_the_run["config"] = self.config
+                    self.wandb = wandb.init(project=args.wandb, resume="allow", **of_the_run)
             if done:
                 cut_back(self.folder, done, args.steps, self.repair is not None)
             else:
