@@ -18,7 +18,9 @@ def bounded(args: object, ratio: Tensor) -> Tensor:
 
 
 def inside(args: object, pi: Tensor, mu: Tensor, A: Tensor) -> Tensor:
-    """DPPO's M: 0 where π is beyond δ of μ in the direction of A; 1 everywhere without δ."""
+    """DPPO's M: 0 where π is beyond δ of μ in the direction of A (or in both); 1 without δ."""
+    if args.two_sided:
+        return ((pi - mu).abs() <= (args.delta or torch.inf)).double()
     return (A.sign() * (pi - mu) <= (args.delta or torch.inf)).double()
 
 
@@ -61,6 +63,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
 BOUNDS = {"w_low": 0.8, "w_high": 1.2}
 CASES = [{}, {"centre_top": 0}, {"weight": "tis"} | BOUNDS, {"weight": "icepop"} | BOUNDS]
 CASES += [{"weight": "tis", "w_high": 20.0, "delta": 0.03}]
+CASES += [{"weight": "tis", "w_high": 20.0, "delta": 0.03, "two_sided": True}]
 WEIGHTS = CASES[:1] + CASES[2:]
 V = 8  # tokens of the enumerated place
 
@@ -149,7 +152,7 @@ def check_tail(module: ModuleType) -> None:
         head = mu.topk(3).indices
         modelled[head] *= (1 - modelled[rest].sum()) / modelled[head].sum()
         assert set(modelled.topk(3).indices.tolist()) == set(head.tolist())
-        for flags in WEIGHTS[:-1]:  # δ acts on no token of a tail
+        for flags in [flags for flags in WEIGHTS if "delta" not in flags]:  # δ acts on no tail
             _, covariance = parts(logits, modelled, A, no_kl(module, **flags))
             ours = mean_gradient(module, logits, modelled, A, 3, **flags)
             near(ours, covariance, f"the centred mean, tail {tail}, {flags}", 1e-10)

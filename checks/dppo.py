@@ -23,7 +23,11 @@ def masked(b: Batch) -> Tensor:
 def objective(b: Batch) -> tuple[Tensor, int]:
     """The sum over tokens of M min(π_θ/μ, cap) Â log π_θ - κ (log π_θ/μ)²."""
     weight = (b.logp - b.mu).detach().exp().clip(max=b.args.is_cap)
-    x = ~masked(b) * weight * b.A[:, None] * b.logp - b.args.log_square * (b.logp - b.mu) ** 2
+    kept = ~masked(b)
+    if b.args.soft:
+        p, mu, A = b.logp.detach().exp(), b.mu.exp(), b.A[:, None]
+        kept = 1 - A.sign() * (p - mu) / b.args.delta
+    x = kept * weight * b.A[:, None] * b.logp - b.args.log_square * (b.logp - b.mu) ** 2
     return (x * b.mask).sum(1).mean(), len(b.mask)
 
 
@@ -43,6 +47,7 @@ CASES = [
     {"trust_region": "tv", "delta": 0.03, "is_cap": 1.3},
     {"trust_region": "kl", "log_square": 0.05},
     {"trust_region": "tv", "two_sided": True},
+    {"soft": True, "delta": 0.03},
 ]
 
 

@@ -141,6 +141,35 @@ def check_bpco_advantages(module: ModuleType) -> None:
     near(batch.returns, ones, "targets", 1e-6)
 
 
+def check_privileged(module: ModuleType) -> None:
+    """With `--privileged` the critic reads the answer and an EOS before each prompt, and judges the
+    same tokens; else the batch as it is."""
+    batch = Rollout.pack(
+        prompts=[[5], [6, 7]],
+        tokens=[[8, 1], [9, 9, 1], [4], [3, 1]],
+        logps=[[0.0] * n for n in (2, 3, 1, 2)],
+        eos=[1],
+        device="cpu",
+    )
+    problems = [SimpleNamespace(answer=answer) for answer in ("47", "2")]
+
+    def encode(text: str, **_: object) -> dict:
+        return {"input_ids": [10 + int(digit) for digit in text]}
+
+    tokenizer = mock.Mock(side_effect=encode, eos_token_id=1)
+    critic = object.__new__(module.Critic)
+    for privileged, prompts in ((True, [[14, 17, 1, 5], [12, 1, 6, 7]]), (False, [[5], [6, 7]])):
+        critic.args = module.Args(privileged=privileged)
+        if privileged:
+            module.show_answers(batch, problems, 2, tokenizer)
+        seen, sampled = critic.reads(batch), batch.response_ids()
+        for row, sequence in enumerate(seen.sequences.tolist()):
+            expected = prompts[row // 2] + sampled[row]
+            near(sequence[: len(expected)], expected, f"row {row}, privileged: {privileged}")
+        ends = [len(prompts[row // 2] + sampled[row]) for row in range(4)]
+        near(seen.ends, ends, f"where rows end, privileged: {privileged}")
+
+
 def check_sparse_value(module: ModuleType) -> None:
     """With `--sparse_value` the loss is the mean over the anchors, but over all tokens as long as
     the critic trains alone."""

@@ -48,6 +48,7 @@ class Rollout:
         spurious `[N, T]`       True on tokens to silence (stapo); `choose_tokens` of a file writes
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
+        told `[N, S']`, told_len `[N]`  what a critic reads that knows the answer (ppo)
         proxy_logp `[N, T]`     log π_proxy(token), -inf on filtered tokens (lp_reg)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
         calls `[N]`, failed `[N]`  calls of a tool; whether one of them failed (tool)

@@ -5,9 +5,12 @@ A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its 
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
     measure(arm, seed)   one run of a toy -> numbers and short series. Command lines have instead
-    COLUMNS          the columns of metrics.jsonl that are kept
-    SHORT            more flags for them in a quick run, which shows nothing
+    COLUMNS          the columns of metrics.jsonl that are kept, or arm -> columns
+    SHORT, QUICK     more flags for them in a quick run, which shows nothing; the arms it has, if
+                     not all
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
+    before(arm, seed, folder)   writes what a run starts from into a folder, which is FOLDER in its
+                     command line; the run itself is in FOLDER/run
     SEEDS            runs of each arm, if it is not 20
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
@@ -34,6 +37,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -102,14 +106,15 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
     again. Quick runs are kept for nobody.
     """
     trains = is_training(lab)
-    commands = {arm: what if isinstance(what, str) else "" for arm, what in lab.ARMS.items()}
-    results = {arm: [] for arm in lab.ARMS}
+    arms = getattr(lab, "QUICK", lab.ARMS) if quick else lab.ARMS
+    commands = {arm: lab.ARMS[arm] if isinstance(lab.ARMS[arm], str) else "" for arm in arms}
+    results = {arm: [] for arm in arms}
     if trains and not quick and table.exists():
         old = json.loads(table.read_text(encoding="utf-8"))
         for arm, command in commands.items():
             if old["arms"].get(arm) == command:
                 results[arm] = old["results"][arm]
-    todo = [(s, arm) for s in range(seeds) for arm in lab.ARMS if s >= len(results[arm])]
+    todo = [(s, arm) for s in range(seeds) for arm in arms if s >= len(results[arm])]
     head = {
         "command": f"python -m {lab.__spec__.name.removesuffix('.__main__')} --seeds {seeds}",
         "quick": quick,
@@ -123,7 +128,9 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
             return lab.measure(arm, seed)
         flags = f"{SHORT} {getattr(lab, 'SHORT', '')}" if quick else ""
         damage = getattr(lab, "DAMAGE", {}).get(arm)
-        return trained(f"{lab.ARMS[arm]} {flags}", seed, lab.COLUMNS, damage)
+        before = partial(lab.before, arm, seed) if hasattr(lab, "before") else lambda folder: None
+        columns = lab.COLUMNS[arm] if isinstance(lab.COLUMNS, dict) else lab.COLUMNS
+        return trained(f"{lab.ARMS[arm]} {flags}", seed, columns, damage, before)
 
     with ThreadPoolExecutor(2) as pool:  # an error cancels what has not begun
         done = pool.map(one, todo) if trains else map(one, todo)
@@ -152,21 +159,33 @@ def plain(value: object) -> object:
 
 
 def columns_of(lines: list[dict], names: tuple[str, ...]) -> dict:
-    """Columns of metrics.jsonl, each with its steps, as `name` and `name@`."""
+    """Columns of metrics.jsonl, each with its steps, as `name` and `name@`; none without values."""
     columns = {}
     for name in names:
-        columns[f"{name}@"], columns[name] = series(lines, name)
+        steps, values = series(lines, name)
+        if len(steps):
+            columns[f"{name}@"], columns[name] = steps, values
     return columns
 
 
+def one_thread() -> dict[str, str]:
+    """The environment of a training run as a process of one thread."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
 def trained(
-    command: str, seed: int, names: tuple[str, ...], damage: tuple[str, str] | None = None
+    command: str,
+    seed: int,
+    names: tuple[str, ...],
+    damage: tuple[str, str] | None = None,
+    before: Callable[[Path], None] = lambda folder: None,
 ) -> dict:
-    """A training run as a process of one thread -> these columns of its metrics.jsonl. One that
-    stopped itself is a result, too: `stopped` says why. One that somebody stopped, or that broke,
-    is none."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    """A training run as a process -> these columns of its metrics.jsonl. One that stopped itself is
+    a result, too: `stopped` says why. One that somebody stopped, or that broke, is none."""
+    environment = one_thread()
     with tempfile.TemporaryDirectory() as folder:
+        before(Path(folder))
+        command = command.replace("FOLDER", folder)
         words = [*shlex.split(command), "--seed", str(seed), "--run_dir", f"{folder}/run"]
         if damage:
             source, words[0] = ROOT / words[0], f"{folder}/{words[0]}"
@@ -269,13 +288,15 @@ def entitle(figure: object, words: str) -> None:
     figure.suptitle(words, x=0.01, ha="left", fontsize=13, fontweight="bold")
 
 
-def sheet(title: str, *panels: str, width: float = 9.0, height: float = 4.2) -> tuple:
+def sheet(
+    title: str, *panels: str, width: float = 9.0, height: float = 4.2, rows: int = 1
+) -> tuple:
     """A figure under its finding, and axes side by side, one for each panel's title."""
     from matplotlib.figure import Figure  # here: it takes a second that no test should cost
 
     figure = Figure(figsize=(width, height), layout="constrained")
     entitle(figure, title)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    axes = figure.subplots(rows, len(panels) // rows, squeeze=False).flatten()
     for axis, words in zip(axes, panels):
         axis.set_title(words, fontsize=10, loc="left", color="#444444")
         axis.grid(alpha=0.25)

@@ -1,19 +1,22 @@
 """Makes the embedded models and their tokenizer.
 
     python -m tools.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
+    python -m tools.make_tiny tiny FOLDER --task arithmetic:100
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns by
 supervised training to imitate an imperfect teacher: 55% of its demonstrations guess the answer
 without working, and 3% of worked steps are wrong. The result guesses when greedy and shows its
 working nearly half the time when sampled. Reinforcement learning can make this the rule. Training
 takes 6 to 11 minutes on one thread, three times that for the mixture of experts. tiny-teacher
-(variants/opd.py) is tiny after 2,000 more steps, on demonstrations without guesses and slips.
+(variants/opd.py) is tiny after 2,000 more steps, on demonstrations without guesses and slips. With
+`--task` tiny learns longer chains, in 2,000 more steps; a chain slips as often as tiny's do.
 FOLDER must be new or empty: to replace an embedded model, delete it first.
 """
 
 import math
 import random
 from pathlib import Path
+from statistics import mean
 
 from common.model import EMBEDDED, load_model
 from common.tiny import arithmetic
@@ -38,21 +41,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, str]:
+def demonstration(
+    rng: random.Random, guess: float, slip: float, kind: arithmetic.Kind
+) -> tuple[str, str]:
     """A training prompt and the response of a teacher with these shares of guesses and slips."""
-    prompt = arithmetic.draw(rng)
+    prompt = arithmetic.draw(rng, kind)
     while arithmetic.is_held_out(prompt):
-        prompt = arithmetic.draw(rng)
+        prompt = arithmetic.draw(rng, kind)
     if rng.random() < guess:
         return prompt, "#" + arithmetic.work(prompt)[1]
     steps, answer = arithmetic.work(prompt, rng, slip)
     return prompt, ";".join(steps) + "#" + answer
 
 
-def untrained(kind: str) -> PreTrainedModel:
-    """The model before its warm start; for tiny-teacher this is tiny after its warm start."""
-    if kind == "tiny-teacher":
-        return load_model("tiny")[0].train()
+def untrained(kind: str, task: str) -> PreTrainedModel:
+    """The model before its warm start; for tiny-teacher and long chains tiny after its own."""
+    if kind == "tiny-teacher" or task != "arithmetic":
+        model = load_model("tiny")[0].train()
+        model.config.max_position_embeddings = 1024
+        return model
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
     shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -70,15 +77,17 @@ def imitate(
     tok: PreTrainedTokenizerFast,
     steps: int,
     lr: float,
+    batch: int,
     guess: float,
     slip: float,
+    kind: arithmetic.Kind,
 ) -> None:
     """Train the model on demonstrations with these shares of guesses and slips."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step in range(steps):
         inputs, labels = [], []
-        for prompt, response in (demonstration(rng, guess, slip) for _ in range(BATCH)):
+        for prompt, response in (demonstration(rng, guess, slip, kind) for _ in range(batch)):
             ids = tok(prompt + response)["input_ids"] + [tok.eos_token_id]
             inputs.append(torch.tensor(ids))
             # The loss sees the response alone
@@ -96,16 +105,20 @@ def imitate(
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
 
 
-def main(kind: str, folder: Path, most: int | None = None) -> None:
+def main(kind: str, folder: Path, most: int | None = None, task: str = "arithmetic") -> None:
     """Train the model on demonstrations and write it with its tokenizer."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tok = tokenizer()
-    model = untrained(kind)
+    model, chains = untrained(kind, task), arithmetic.KINDS[task]
     # Steps, rate, and how sloppy the demonstrations are
-    further = kind == "tiny-teacher"
-    steps, lr, guess, slip = (2000, 1e-3, 0.0, 0.0) if further else (STEPS, LR, GUESS, SLIP)
-    imitate(model, tok, min(steps, most or steps), lr, guess, slip)
+    steps, lr, batch, guess, slip = STEPS, LR, BATCH, GUESS, SLIP
+    if kind == "tiny-teacher":
+        steps, lr, guess, slip = 2000, 1e-3, 0.0, 0.0
+    elif task != "arithmetic":
+        steps, lr, batch = 2000, 1e-3, int(15 * BATCH / mean(chains.terms))
+        slip *= mean(arithmetic.KINDS["arithmetic"].terms) / mean(chains.terms)
+    imitate(model, tok, min(steps, most or steps), lr, batch, guess, slip, chains)
     if kind == "tiny-moe":
         model.config.output_router_logits = False
     model.save_pretrained(folder)
@@ -117,9 +130,11 @@ if __name__ == "__main__":
     parser.add_argument("kind", choices=list(EMBEDDED))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--steps", type=int, metavar="N", help="stop after N (a test: no model)")
+    kinds = {"choices": arithmetic.KINDS, "metavar": "TASK", "default": "arithmetic"}
+    parser.add_argument("--task", **kinds, help="its chains (default: arithmetic)")
     chosen = parser.parse_args()
     try:
         folder = empty_folder(chosen.folder)
     except OSError as error:
         parser.error(str(error))
-    main(chosen.kind, folder, chosen.steps)
+    main(chosen.kind, folder, chosen.steps, chosen.task)

@@ -81,6 +81,8 @@ class Args(Trunk):
     delta: NonNegative = 0.0
     """δ of DPPO's mask: w is 0 if π_θ is further from μ in the direction of Â (SkyRL: 0.2; 0: no
     mask)."""
+    two_sided: bool = False
+    """The mask acts in both directions (prime-rl, δ = 0.3, `--weight tis --w_high 1e4`)."""
 
 
 def importance_weight(args: Args, ratio: Tensor) -> Tensor:
@@ -98,7 +100,8 @@ def token_weight(args: Args, logp: Tensor, sampler_logp: Tensor, A: Tensor) -> T
     weight = importance_weight(args, (logp - sampler_logp).exp())
     if args.delta > 0:
         moved = logp.exp() - sampler_logp.exp()
-        weight = torch.where((A * moved > 0) & (moved.abs() > args.delta), 0.0, weight)
+        outwards = torch.ones_like(moved, dtype=torch.bool) if args.two_sided else A * moved > 0
+        weight = torch.where(outwards & (moved.abs() > args.delta), 0.0, weight)
     return weight
 
 

@@ -12,6 +12,7 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
+    M_t = 1 - sign(Â (π_θ - μ)) D/δ    (with `--soft`)
 
 A trust region should bound the distance of two distributions. The ratio of the sampled token is a
 poor measure of it. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut, although only 0.0003
@@ -27,6 +28,9 @@ Like PPO's clip, the mask acts only in the direction of the advantage. It measur
 region around π_old, as in minirl.py, or without one, as in cispo.py, the authors see this
 difference grow until the run collapses.
 
+DRPO (`--soft`, arXiv 2606.09821) makes the mask's edge a slope: M falls from 1 at μ to 0 at δ, and is
+negative beyond, which pushes the token back. On the way back M is above 1.
+
 Base file: minirl.py. Differs from it in:
 1. The mask: a divergence from μ instead of the ratio to π_old.
 2. Cap 20. Removed: the ablation without μ, as the mask needs μ; the length norm; and routing
@@ -35,7 +39,8 @@ Base file: minirl.py. Differs from it in:
 Run it:
     torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.dppo --trust_region kl
-    torchrun -m variants.dppo --two_sided --delta 0.3 --log_square 1e-3 --is_cap 1e9    # IPO
+    torchrun -m variants.dppo --soft                        # DRPO, at DPPO's δ
+    torchrun -m variants.dppo --two_sided --delta 0.3 --is_cap 1e4      # prime-rl's IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
     torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \
@@ -67,6 +72,8 @@ class Args(Trunk):
     """c: largest importance weight π_θ/μ (verl's default)."""
     two_sided: bool = False
     """Mask beyond δ in both directions (prime-rl's IPO: with --delta 0.3)."""
+    soft: bool = False
+    """DRPO: a weight that falls with the divergence, instead of the mask."""
     log_square: NonNegative = 0.0
     """κ: weight of (log π_θ/μ)² on every token, masked or not (our choice; prime-rl: 1e-3)."""
 
@@ -74,30 +81,43 @@ class Args(Trunk):
 DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper
 
 
-def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """True `[n, T]` where M = 0, for log π_θ `[n, T]` without gradient."""
+def distance(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """D/δ `[n, T]`, for log π_θ `[n, T]` without gradient; and 1 on tokens that moved from μ in the
+    direction of Â, -1 on those that moved the other way."""
     p, mu = logp.exp(), batch.rollout_logp.exp()  # [n, T]: the coins' probabilities
     if args.trust_region == "tv":
         divergence = (p - mu).abs()  # [n, T]
     else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
         others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
         divergence = (1 - mu) * others - mu * (logp - batch.rollout_logp)  # [n, T]: KL(μ ‖ π_θ)
+    way = batch.advantages[:, None].sign() * (p - mu).sign()  # [n, T]
+    return divergence / (args.delta or DELTA[args.trust_region]), way
+
+
+def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """True `[n, T]` where M = 0 (with `--soft`: below 0)."""
+    far, way = distance(args, logp, batch)  # [n, T]
     # `~ <=`, so that NaN (a p that rounds to more than 1) counts as beyond.
-    beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
-    if args.two_sided:
-        return beyond  # also tokens that would come back
-    A = batch.advantages[:, None]  # [n, 1]
-    return beyond & (((A > 0) & (p > mu)) | ((A < 0) & (p < mu)))  # [n, T]
+    beyond = ~(far <= 1)  # [n, T]
+    return beyond if args.two_sided else beyond & (way > 0)  # [n, T]
+
+
+def gate(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """M `[n, T]`."""
+    if args.soft:
+        far, way = distance(args, logp, batch)  # [n, T]
+        return 1 - way * far  # [n, T]
+    return 1 - masked(args, logp, batch).to(logp.dtype)  # [n, T]
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Sum and count, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    cut = masked(args, logp.detach(), batch)  # [n, T]: M = 0
+    M = gate(args, logp.detach(), batch)  # [n, T]
     weight = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ, without gradient
     weight = weight.clamp(max=args.is_cap)  # [n, T]
-    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
+    objective = M * weight * A * logp  # [n, T]: only log π_θ has a gradient
     # The square brings a token back, masked or not.
     objective = objective - args.log_square * (logp - batch.rollout_logp) ** 2  # [n, T]
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
@@ -109,7 +129,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Metrics of the loss as pairs (sum, count), without gradient."""
     mask = batch.mask  # [n, T]
-    cut = masked(args, logp, batch)  # [n, T]
+    cut = masked(args, logp, batch)  # [n, T]: with `--soft` those that are pushed back
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     weight = uncapped.clamp(max=args.is_cap)  # [n, T]
     return {
@@ -164,13 +184,14 @@ if __name__ == "__main__":
 #    same, and also divides the sums by a constant.
 # 3. The cap is 20, as in verl and TRL. The authors' code has 10. verl's script sets 10,000, in
 #    effect none.
+# 4. DRPO's M comes from the loss -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ, whose r has no cap. Its
+#    ε is 12.5 in the paper and in UniRL, which changes M by 0.08 at most, as |π_θ - μ| <= 1. Here
+#    it is δ.
 #
-# prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, w uncapped, and
-# (log w)² times 1e-3 on every token. Its page (read in November 2026) calls it the default. Its
-# code of 21 August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square.
-# The mask has no term that pulls a masked token back (that unmasked ones move it: centred.py); the
-# square has. The header's third command is IPO, except for its average over all tokens, which only
-# changes lr.
+# prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, and a token mean. Its
+# newest code that we could read caps w at 1e4. That of 21 August 2026 has no cap, and (log w)²
+# times 1e-3 on every token, which pulls masked tokens back (`--log_square 1e-3 --is_cap 1e9`); the
+# mask has no such term (that unmasked ones move it: centred.py).
 #
 # Masks and caps are those of the authors' code and verl's, IPO of prime-rl's code and page. δ is
 # as TRL and verl's script give the paper's, which asks for a large cap.

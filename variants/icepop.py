@@ -183,7 +183,8 @@ if __name__ == "__main__":
 # band drop fewer and fewer tokens while the gap widened (KPop, 2026).
 #
 # Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight,
-# and neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one
+# and neither min nor clip (its documentation; 0.2 to 5 there). So do GLM-5's (arXiv 2602.15763) and
+# SkyRL's `rollout_is`: `variants.centred --weight icepop --centre_top 0`, with its band. "Online IcePop" (2025) takes one
 # step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
 #
 # cis: the authors' code writes λ = β - 1 = 2.3 and κ = 0.005, has ε 0.2 and 0.28, and averages over

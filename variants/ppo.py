@@ -33,7 +33,8 @@ Two papers of 2026 say why critics learn little. SP3O (arXiv 2609.18708): all to
 have the same target, and mean_t (V - R)² = (mean_t V - R)² + var_t V, so the loss itself makes V
 flat over a response. It has a loss at three tokens only (`--sparse_value`). BPCO (arXiv 2608.23566)
 bounds V to where rewards are, 1/2 + atan(z)/π (`--bounded_value`), has the reward as the target of
-every token (`--lam_critic 1`), VAPO's λ with α = 0.4, and does not whiten.
+every token (`--lam_critic 1`), VAPO's λ with α = 0.4, and does not whiten. In half of its runs the
+critic also reads the reference answer (`--privileged`), which the policy never sees.
 
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
@@ -50,7 +51,7 @@ Run it:
         --critic_warmup 20
     # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
     torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
-        --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128
+        --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128 --privileged
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
@@ -72,6 +73,8 @@ from common.logprobs import all_logprobs, micro_batches, Pair, Policy, response_
 from common.metrics import clip_shares
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 import grpo
 from variants import Trunk, loop_of
@@ -107,6 +110,8 @@ class Args(Trunk):
     """After the warm-up, fit V only at 0.3, 0.6 and 0.9 of a response (SP3O)."""
     bounded_value: bool = False
     """V = 1/2 + atan(z)/π, between rewards 0 and 1 (BPCO)."""
+    privileged: bool = False
+    """The critic reads the reference answer before the prompt (BPCO+Ans)."""
     whiten: bool = True
     """Advantages of mean 0 and variance 1 over the rollout's tokens (verl; BPCO: not)."""
 
@@ -181,6 +186,20 @@ def anchors(mask: Tensor) -> Tensor:
     return chosen
 
 
+def show_answers(rollout: Rollout, problems: list, G: int, tokenizer: Tokenizer) -> None:
+    """Write two columns for a critic that knows the answer: `told [N, S']`, its sequences, with the
+    reference answer and an EOS before each prompt; and `told_len [N]`, the tokens added."""
+    rows, added = [], []
+    starts = [problem for problem in problems for _ in range(G)]
+    for problem, sequence, end in zip(starts, rollout.sequences, rollout.ends.tolist()):
+        answer = tokenizer(str(problem.answer), add_special_tokens=False)["input_ids"]
+        answer = sequence.new_tensor(answer + [tokenizer.eos_token_id])
+        rows.append(torch.cat([answer, sequence[:end]]))
+        added.append(len(answer))
+    rollout.told = pad_sequence(rows, batch_first=True)  # [N, S']
+    rollout.told_len = rollout.prompt_len.new_tensor(added)  # [N]
+
+
 class Value(Policy):
     """A language model whose output is one number: V(s_t) instead of log π(y_t).
 
@@ -215,6 +234,13 @@ class Critic:
         how = {"betas": args.betas, "weight_decay": args.weight_decay, "fused": True}
         self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
 
+    def reads(self, batch: Rollout) -> Rollout:
+        """The batch with the sequences that the critic reads."""
+        if not self.args.privileged:
+            return batch
+        told = {"sequences": batch.told, "prompt_len": batch.prompt_len + batch.told_len}
+        return Rollout(**vars(batch) | told)
+
     @timed("critic")
     def judge(self, batches: list[Rollout]) -> dict[str, tuple]:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
@@ -225,7 +251,8 @@ class Critic:
         earned, errors = [], []  # [n, T] of each mini-batch
         paid = 0.0
         for batch in batches:
-            batch.values = all_logprobs(self.value, batch, args, world).logp  # [n, T]: V_old
+            seen = self.reads(batch)
+            batch.values = all_logprobs(self.value, seen, args, world).logp  # [n, T]: V_old
             rewards = token_rewards(batch, args.beta)  # [n, T]
             known = rewards, batch.values, batch.mask, args.gamma
             lam = args.lam
@@ -257,8 +284,9 @@ class Critic:
         Returns metrics."""
         args = self.args
         tokens, squares, clipped = 0.0, 0.0, 0.0
-        for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
-            micro = batch.rows(rows)
+        seen = self.reads(batch)
+        for rows in micro_batches(self.value, seen, args.micro_tokens, self.world):
+            micro = seen.rows(rows)
             values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
             fitted = micro.mask  # [n, T]
             if args.sparse_value and not alone:
@@ -325,6 +353,8 @@ LOOP = """
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]
 +        rollout.advantages = rewards.flatten()  # [N]: R, replaced by `judge`
++        if args.privileged:
++            show_answers(rollout, problems, G, tokenizer)
 
 -        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
 -        for minibatch in minibatches[1:]:
@@ -380,7 +410,7 @@ if __name__ == "__main__":
 # 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
 #    the policy's, its warm-up 20 steps; its script (examples/sp3o/train.sh) has λ 1, no KL, 64
 #    prompts of 8 responses, two updates and TIS. BPCO's rates are 1e-6 and 5e-6; it sums over
-#    tokens, and in half of its runs the critic reads the answer or the solution.
+#    tokens. Its critic reads the answer in a template of its own, in some runs a solution instead.
 #
 # SP3O's places are those of its sp3o.py (Dodojordi/SP3O 8b8b26e), λ and targets of BPCO those of its
 # core_algos.py (QPHutu/golden_critic), V of its equation 9 as while-ai's tests state it.

@@ -23,7 +23,7 @@ choose them, so they have no gradient, and |y_i| does not count them. The mask a
 loss is grpo.py's. The sampled tokens of all turns share one advantage.
 
 A call *fails* if the tool raises, takes too long or returns no text. This is no fault of the
-policy. If it costs the reward, the policy unlearns to call (labs/tool). So by default the policy
+policy. If it costs the reward, the policy unlearns to call (docs/results.md). So by default the policy
 reads an error text and goes on.
 
 Differs from grpo.py in:

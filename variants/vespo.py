@@ -112,8 +112,9 @@ if __name__ == "__main__":
 # Differs from the paper in:
 # 1. The paper's W is against the sampler. The released runs without asynchrony take the trainer's
 #    π_old, as here, and can multiply the sampler's π_old/μ into W.
-# 2. Title, φ and constants here are those of versions 1 and 2. According to its listing, version 3
-#    (May 2026, not read) has "Stable" no longer in its title and bounds the variance explicitly.
+# 2. Title, φ and constants here are those of versions 1 and 2. Version 3 (May 2026) has "Stable" no
+#    longer in its title, keeps φ and both pairs, has Â without the std, and bounds the variance:
+#    E[φ²] is finite only if k >= 1, and φ is at most 1.21 (Â >= 0) and 1.24.
 #
 # φ, constants, clamps and sizes are those of the authors' code and scripts, the proposal that of
 # their README. (The docstring of that code has other constants, which nothing uses.) The paper's

@@ -39,6 +39,9 @@ KINDS = {
     "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out_terms=(5, 6, 7)),
     # Sums of one-digit numbers are easy, and then one product decides: failures come late.
     "arithmetic:deep": Kind((7,), operators="+", last="*"),
+    # Worked responses of some 100 and 200 tokens
+    "arithmetic:100": Kind(range(13, 18)),
+    "arithmetic:200": Kind(range(27, 32)),
 }
 
 

@@ -4,6 +4,7 @@ are kept and continued."""
 import importlib
 import importlib.machinery
 import json
+import re
 import runpy
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from common.cli import BadInput, broken_rule
 from common.launch import parse
 from common.records.files import as_lines
 from labs import bug, lab
+from labs.stresses import SETS, Stress, together
 
 import checks
 from tests.helpers import ROOT, module_of
@@ -93,11 +95,11 @@ def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     for command in LABS[name].ARMS.values():
         words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
-        if file.startswith("labs."):  # a module that runs a file: `labs.tool.broken fails tool.py`
+        if file.startswith("labs."):  # a module that runs a file: `labs.fall.watch grpo.py`
             file = next(word for word in words if word.endswith(".py"))
-        flags = words[words.index(file) + 1 :]
-        monkeypatch.setattr(sys, "argv", [file, *flags])
-        args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
+        begin = next(place for place, word in enumerate(words) if word.startswith("--"))
+        monkeypatch.setattr(sys, "argv", [file, *words[begin:]])
+        args = parse(module_of(re.split(r"[./]", file.removesuffix(".py"))[-1]).Args)
         assert not broken_rule(args), command
 
 
@@ -113,7 +115,7 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
-    def trained(command: str, seed: int, names: tuple, damage: tuple | None) -> dict:
+    def trained(command: str, seed: int, *_: object) -> dict:
         made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 
@@ -149,6 +151,42 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
     run = lab.trained(str(file), 1, greedy)
     assert run["stopped"].endswith("disagree") and run["greedy"].tolist() == [0.25]
+
+
+def test_a_watched_run_trains_as_if_nobody_watched():
+    """And KL and distance grow with the updates of a rollout."""
+    words = (
+        "grpo.py --steps 2 --prompts_per_step 4 --minibatches 4 --eval_problems 4 --eval_every 2"
+    )
+    names = ("reward", "grad_norm", "greedy")
+    plain = lab.trained(words, 1, names)
+    watched = lab.trained(f"-m labs.fall.watch {words}", 1, (*names, "kl_1", "kl_4", "shows_work"))
+    for name in names:
+        assert watched[name].tolist() == plain[name].tolist()
+    assert (0 < watched["kl_1"]).all() and (watched["kl_1"] < watched["kl_4"]).all()
+    assert ((0 < watched["shows_work"]) & (watched["shows_work"] < 1)).all()
+
+
+def test_a_departure_is_one_that_lasts():
+    """Above the calm runs at step 1, among them at 2, below from 3 on; another never leaves."""
+    calm = [{"x@": [0, 1, 2, 3, 4], "x": [9, low, low, low, low]} for low in (1, 2)]
+    falls = {"x@": [0, 1, 2, 3, 4], "x": [9, 3, 2, 0.5, 0]}
+    departure = LABS["fall"].departure
+    assert departure(falls, calm, "x") == 3 and departure(calm[0], calm, "x") == np.inf
+
+
+def test_shares_of_a_known_sum():
+    """Two causes take 0.1 and 0.2, together 0.05 more: the main effects share the excess."""
+    takes = {"8 updates": 0.1, "twice the rate": 0.2}
+    of = {}
+    for names in [(), *SETS]:
+        excess = 0.05 * (takes.keys() <= set(names))
+        of[frozenset(names)] = np.array([1 - sum(takes.get(name, 0) for name in names) - excess])
+    effect = LABS["shares"].effect
+    assert effect(of, "8 updates") == pytest.approx(-0.125)
+    assert effect(of, "8 updates", "twice the rate") == pytest.approx(-0.05)
+    assert effect(of, "4 levels") == effect(of, "4 levels", "8 updates") == pytest.approx(0)
+    assert together(("8 updates", "4 levels")) == Stress(minibatches=8, levels=4)
 
 
 def test_tokens_are_counted_up_to_each_evaluation():

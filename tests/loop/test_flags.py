@@ -63,6 +63,7 @@ NEEDS = {
     "routing_replay": {"model": "model-moe"},
     "tau_p": {"tau_p": 1.0},
     "teacher_batch": {"window": 16},
+    "two_sided": {"delta": 0.01},
     "w_high": {"w_high": 2.4},
     "w_low": {"weight": "icepop", "w_low": 0.9},
 }

@@ -21,6 +21,7 @@ labs.race --table none
 tools.compare runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.make_tiny tiny tiny-new --steps 1
+tools.make_tiny tiny tiny-long --steps 1 --task arithmetic:100
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
@@ -76,6 +77,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 
 WRONG_CALLS = """
 labs.blank nope
+labs.fall.watch README.md
 labs.fork --seeds 0
 labs.race grpo.py nope
 labs.stresses grpo.py nope

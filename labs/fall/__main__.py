@@ -1,0 +1,236 @@
+"""Why does training fall? One fall, forked: the same weights, one change each.
+
+grpo.py with 16 updates a batch and three times its rate falls. Each fork goes back to the
+checkpoint after step 5 (the fall begins) or 15 (it is under way), changes one thing, and trains
+until step 40. With `--resume --back_to` it keeps Adam's moments, π_ref and the order of the
+prompts. A fork named *loaded* starts a new run with the weights alone: what it changes cannot
+change on resume. It has its own control, `loaded: none`. *Watched* runs begin at step 0 and are
+measured after every update (labs/fall/watch.py).
+
+    python -m labs.fall
+"""
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+
+import numpy as np
+from checks.files import ROOT
+
+from labs import lab
+from labs.fall.watch import AFTER, MEASURED
+
+TITLE = "A fall is a matter of the step's size: what shortens the step stops it, the clip does not"
+FALL = "--minibatches 16 --lr 9e-4"
+MEASURE = "--eval_every 5 --eval_samples 1"
+FREE = "--clip_low 1e9 --clip_high 1e9"
+RATE = "args.lr * min(1.0, step / max(1, args.warmup))"
+DECAYED = "args.lr * (1 - step / args.steps)"  # linear, 0 at the last step
+ADAMW = "torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)"
+SPLIT = "rollout.split(args.minibatches)"
+SAME = "none"
+
+# Flags (the last one counts), what becomes of a line of grpo.py, and accuracy at step 40 that we
+# predicted from each of POINTS (commit ed73bcd7)
+RESUMED = {
+    SAME: ("", None, 0.20, 0.20),
+    "a third of the rate": ("--lr 3e-4", None, 0.90, 0.70),
+    "a third of the rate, no upper clip": ("--lr 3e-4 --clip_high 10", None, 0.90, 0.70),
+    "one update a batch": ("--minibatches 1", None, 0.90, 0.80),
+    "four updates a batch": ("--minibatches 4", None, 0.75, 0.55),
+    "clip at 5%": ("--clip_low 0.05 --clip_high 0.05", None, 0.40, 0.25),
+    "no clip": (FREE, None, 0.15, 0.15),
+    "ten times the KL term": ("--beta 0.1", None, 0.45, 0.35),
+    "no KL term": ("--beta 0", None, 0.05, 0.03),
+    "gradient clip 0.1": ("--grad_clip 0.1", None, 0.35, 0.25),
+    "β2 0.999": ("--betas 0.9 0.999", None, 0.20, 0.15),
+    "the rate falls to 0": ("", (RATE, DECAYED), 0.70, 0.50),
+    "only the first 4 of 16 parts": ("", (SPLIT, f"{SPLIT}[:4]"), 0.60, 0.45),
+}
+LOADED = {
+    SAME: ("grpo.py", None, None),
+    "no KL term": ("grpo.py --beta 0", None, None),
+    "four times the prompts": ("grpo.py --prompts_per_step 64", 0.80, 0.65),
+    "new prompts for every update": ("grpo.py --prompts_per_step 1 --minibatches 1", 0.20, 0.15),
+    "plain SGD, Adam's first length": ("grpo.py --lr 0.3", 0.60, 0.40),
+    "plain SGD, Adam's usual length": ("grpo.py --lr 0.055", None, None),
+    "GSPO": ("gspo.py", 0.55, 0.40),
+    "SAPO": ("sapo.py", 0.10, 0.05),
+    "STAPO": ("stapo.py", 0.15, 0.15),
+    "MASPO": ("maspo.py", 0.10, 0.05),
+    "CISPO": ("-m variants.cispo", 0.10, 0.05),
+    "DPPO's mask": ("-m variants.dppo", 0.25, 0.20),
+    "MiniRL": ("minirl.py", 0.30, 0.20),
+}
+SGD = "torch.optim.SGD(policy.parameters(), args.lr)"
+STEPS, POINTS = 40, (5, 15)
+WATCHED = {
+    "watched: the fall": FALL,
+    "watched: no clip": f"{FALL} {FREE}",
+    "watched: a ninth of the rate": "--minibatches 16 --lr 1e-4",
+}
+ARMS, DAMAGE = {}, {}
+for name, flags in WATCHED.items():
+    ARMS[name] = f"-m labs.fall.watch grpo.py --steps 16 --eval_every 1 --eval_samples 1 {flags}"
+for point in POINTS:
+    for name, (flags, damage, *_) in RESUMED.items():
+        fork = f"grpo.py --resume --back_to {point} --steps {STEPS} --save_every 40 --keep 8"
+        ARMS[f"{point}: {name}"] = f"{fork} {MEASURE} {FALL} {flags}".strip()
+        if damage:
+            DAMAGE[f"{point}: {name}"] = damage
+    for name, (command, *_) in LOADED.items():
+        file, _, flags = command.partition(" --")
+        length, often = STEPS - point, 5
+        if "prompts_per_step 1 " in command:  # as many updates
+            length, often = 16 * length, 16 * often
+        fork = f"{file} --model FOLDER/{point} --warmup 0 --steps {length} --save_every 1000"
+        measure = f"--eval_every {often} --eval_samples 1"
+        own = f"--{flags}" if flags else ""
+        ARMS[f"{point}: loaded: {name}"] = f"{fork} {measure} {FALL} {own}".strip()
+        if "SGD" in name:
+            DAMAGE[f"{point}: loaded: {name}"] = ADAMW, SGD
+FINE = ("greedy", "reward", "entropy", "sampler_gap", "response_len", "shows_work")
+FINE += tuple(f"{name}_{update}" for name in MEASURED for update in AFTER)
+COLUMNS = {arm: FINE if arm in WATCHED else ("greedy",) for arm in ARMS}
+SHOWN = {  # watched metrics
+    "moved_16": "|Δ log π| of fresh tokens, by one update",
+    "kl_16": "KL(π_old ‖ π_θ), nats per token",
+    "beyond_16": "tokens beyond the clip's limit (share)",
+    "entropy": "entropy (nats per token)",
+    "sampler_gap": "gap between sampler and trainer (nats)",
+    "response_len": "response length (tokens)",
+    "shows_work": "responses that show work (share)",
+    "reward": "reward",
+    "greedy": "held-out accuracy, greedy",
+}
+BACK = "tokens beyond the limit that an update brings nearer (share)"
+SEEDS = 3
+SHORT = "--steps 17"  # of a quick run, which has these arms
+some = [SAME, "a third of the rate", "no clip", f"loaded: {SAME}", "loaded: GSPO"]
+QUICK = [*WATCHED, *(f"{point}: {name}" for point in POINTS for name in some)]
+LOCK, PARENTS = Lock(), TemporaryDirectory()
+
+
+@cache
+def parent(seed: int) -> Path:
+    """The run that the forks of a seed leave: its folder `run` with checkpoints, and the weights
+    after each of POINTS, in the Hugging Face format."""
+    folder = Path(PARENTS.name) / str(seed)
+    for point in POINTS:
+        command = f"grpo.py {FALL} {MEASURE} --steps {point} --save_every 5 --keep 8 --save_hf"
+        command += f" --seed {seed} --resume auto --run_dir {folder / 'run'}"
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": True}
+        subprocess.run([sys.executable, *command.split()], cwd=ROOT, env=lab.one_thread(), **pipes)
+        (folder / "run/model").rename(folder / str(point))
+    return folder
+
+
+def before(arm: str, seed: int, folder: Path) -> None:
+    """Put what a fork starts from into its folder: the parent's run, or its weights alone."""
+    point, _, name = arm.partition(": ")
+    if point == "watched":
+        return
+    with LOCK:
+        made = parent(seed)
+    part = point if name.startswith("loaded") else "run"
+    shutil.copytree(made / part, folder / part)
+
+
+def fork_rows(results: dict) -> list[list[str]]:
+    """Greedy accuracy at the end of each fork, from both points, beside what was predicted."""
+    changes = RESUMED | {f"loaded: {name}": change for name, change in LOADED.items()}
+    rows = [["one change", "from step 5", "predicted", "from step 15", "predicted"]]
+    known = [name for name in changes if f"{POINTS[0]}: {name}" in results]  # not all: a quick run
+    for name in known:
+        *_, early, late = changes[name]
+        row = [name]
+        for point, predicted in zip(POINTS, (early, late)):
+            runs = results[f"{point}: {name}"]
+            row.append(lab.cell([{"end": run["greedy"][-1]} for run in runs], "end"))
+            row.append("–" if predicted is None else f"{predicted:.2f}")
+        rows.append(row)
+    return rows
+
+
+def at(run: dict, name: str) -> dict[int, float]:
+    """A column's values by step, from step 1 on."""
+    return {int(step): value for step, value in zip(run[f"{name}@"], run[name]) if step > 0}
+
+
+def departure(run: dict, calm: list[dict], name: str) -> float:
+    """The step from which on the run is outside of the range of the calm runs at the same step, on
+    one side and until its end; inf: never."""
+    others, since, side = [at(other, name) for other in calm], np.inf, 0
+    for step, value in at(run, name).items():
+        there = [other[step] for other in others]
+        now = int(value > max(there)) - int(value < min(there))
+        if now != side:
+            since, side = step, now
+    return since if side else np.inf
+
+
+def mean_of(run: dict, name: str) -> float:
+    """The mean over the measured updates of all steps. (Before the first one no token is beyond the
+    limit, so there is no `back_1`.)"""
+    columns = [f"{name}_{update}" for update in AFTER if f"{name}_{update}" in run]
+    return np.mean([np.mean(run[column]) for column in columns])
+
+
+def watched_rows(results: dict) -> list[list[str]]:
+    """Means of the watched runs, and when the fall leaves the range of the calm runs."""
+    rows = [["watched", "the fall", "no clip", "a ninth of the rate", "leaves its range at step"]]
+    arms = [results[arm] for arm in WATCHED]
+    early = [[{"x": np.mean(run["moved_16"][:3])} for run in runs] for runs in arms]
+    first_steps = [lab.cell(runs, "x", ".2g") for runs in early]
+    rows.append([f"{SHOWN['moved_16']}, first 3 steps", *first_steps, "–"])
+    for name, words in SHOWN.items():
+        first = [{"x": departure(run, arms[2], name)} for run in arms[0]]
+        late = [
+            lab.cell([{"x": lab.tail(run[name], 3)} for run in runs], "x", ".2g") for runs in arms
+        ]
+        rows.append([f"{words}, last 3 steps", *late, lab.cell(first, "x", ".0f")])
+    for name, words in {"length": "length of an update", "back": BACK}.items():
+        means = [lab.cell([{"x": mean_of(run, name)} for run in runs], "x", ".2g") for runs in arms]
+        rows.append([words, *means, "–"])
+    return rows
+
+
+def rows(results: dict) -> list[list[str]]:
+    return [*fork_rows(results), [""] * 5, *watched_rows(results)]
+
+
+def draw(results: dict) -> object:
+    figure, axes = lab.sheet(TITLE, *SHOWN.values(), width=12, height=7.5, rows=3)
+    colours = dict(zip(WATCHED, (lab.ORANGE, lab.BLUE, lab.GREY)))
+    for axis, name in zip(axes, SHOWN):
+        measured = name.rpartition("_")[0] in MEASURED
+        for arm, colour in colours.items():
+            runs = results[arm]
+            if measured:
+                lab.line(axis, *after_updates(runs, name.rpartition("_")[0]), "x", colour)
+            else:
+                steps = [16 * step for step in at(runs[0], name)]
+                lines = [{"x": list(at(run, name).values())} for run in runs]
+                lab.line(axis, steps, lines, "x", colour)
+        axis.set_xlabel("optimiser steps")
+    lab.key(axes[-1], {arm.removeprefix("watched: "): c for arm, c in colours.items()}, 0.3, 0.5)
+    return figure
+
+
+def after_updates(runs: list[dict], name: str) -> tuple[list[int], list[dict]]:
+    """A measure of all steps after the updates of AFTER: the optimiser steps, and the runs."""
+    steps = [int(step) for step in runs[0][f"{name}_16@"]]
+    order = [16 * (step - 1) + update for step in steps for update in AFTER]
+    lines = [
+        {"x": [at(run, f"{name}_{update}")[step] for step in steps for update in AFTER]}
+        for run in runs
+    ]
+    return order, lines
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])
