@@ -93,7 +93,7 @@ def draw(results: dict) -> object:
         axis.axvline(0, color=lab.GREY, linewidth=1)
         labels = [words.partition(": ")[2] for words, _ in shown] if axis is axes[0] else []
         axis.set_yticks([-place for place in range(len(labels))], labels)
-        axis.set_xlabel("change of the score")
+        axis.set(xlim=(-0.19, 0.09), xlabel="change of the score")
     return figure
 
 
