@@ -183,7 +183,7 @@ MUTANTS = {
         "weight = token_weight(args, batch.top_logp.detach(), batch.sampler_top, A)",
         "weight = importance_weight(args, (batch.top_logp.detach() - batch.sampler_top).exp())",
     ),
-    "mask in both directions": ("(A * moved > 0) & (moved", "(moved"),
+    "mask in both directions": ("else A * moved > 0", "else A * A >= 0"),
     "sign": ("score = score - (c", "score = score + (c"),
     "gradient through c": (
         "pi, mu = batch.top_logp.detach().exp()",
