@@ -25,7 +25,7 @@ response that is pushed up is sampled more and pushed up again, until only one i
 and pass@k falls. Pushing wrong responses down spreads their probability over the rest. Wrong ones
 alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
 whole. Adam cancels a common scale, so λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py.
-The lab labs/signs shows both sides on one prompt.
+The study signs (docs/results.md) shows both sides on one prompt.
 
 The second is to leave outliers out, here by length and by mean log-probability. No source gives
 numbers, and an outlier need not be noise: here 94% of them were wrong responses, which the paper
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 #
 # In 30 default steps (seed 1) 3% of the responses were outliers, and 94% of those were wrong: once
 # most responses are right, a wrong one is unusual. We do not filter by reward: the one right answer
-# to a hard prompt would be an outlier, too. labs/signs also shows that half of a z-score is not the
+# to a hard prompt would be an outlier, too. The study also shows that half of a z-score is not the
 # paper's half: it does not find rare right answers.
 #
 # λ, sizes and settings are those of the authors' code, the findings those of the abstracts. The

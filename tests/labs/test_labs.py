@@ -48,7 +48,6 @@ CLAIMS = {
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
-    "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),
     "length": ("wrong end", "token mean (justrl)", "1/|y|, a budget (laconic)", "1/|y| (grpo)"),
 }
 
