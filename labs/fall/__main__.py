@@ -24,7 +24,9 @@ from checks.files import ROOT
 from labs import lab
 from labs.fall.watch import AFTER, MEASURED
 
-TITLE = "A fall is a matter of the step's size: what shortens the step stops it, the clip does not"
+TITLE = (
+    "At nine times the rate an update moves the policy ten to a hundred times as far, clip or not"
+)
 FALL = "--minibatches 16 --lr 9e-4"
 MEASURE = "--eval_every 5 --eval_samples 1"
 FREE = "--clip_low 1e9 --clip_high 1e9"
@@ -41,7 +43,7 @@ RESUMED = {
     "a third of the rate": ("--lr 3e-4", None, 0.90, 0.70),
     "a third of the rate, no upper clip": ("--lr 3e-4 --clip_high 10", None, 0.90, 0.70),
     "one update a batch": ("--minibatches 1", None, 0.90, 0.80),
-    "four updates a batch": ("--minibatches 4", None, 0.75, 0.55),
+    "four updates of 32 responses": ("--minibatches 4", None, 0.75, 0.55),
     "clip at 5%": ("--clip_low 0.05 --clip_high 0.05", None, 0.40, 0.25),
     "no clip": (FREE, None, 0.15, 0.15),
     "ten times the KL term": ("--beta 0.1", None, 0.45, 0.35),
@@ -49,15 +51,15 @@ RESUMED = {
     "gradient clip 0.1": ("--grad_clip 0.1", None, 0.35, 0.25),
     "β2 0.999": ("--betas 0.9 0.999", None, 0.20, 0.15),
     "the rate falls to 0": ("", (RATE, DECAYED), 0.70, 0.50),
-    "only the first 4 of 16 parts": ("", (SPLIT, f"{SPLIT}[:4]"), 0.60, 0.45),
+    "four updates of 8 responses": ("", (SPLIT, f"{SPLIT}[:4]"), 0.60, 0.45),
 }
 LOADED = {
     SAME: ("grpo.py", None, None),
     "no KL term": ("grpo.py --beta 0", None, None),
     "four times the prompts": ("grpo.py --prompts_per_step 64", 0.80, 0.65),
     "new prompts for every update": ("grpo.py --prompts_per_step 1 --minibatches 1", 0.20, 0.15),
-    "plain SGD, Adam's first length": ("grpo.py --lr 0.3", 0.60, 0.40),
-    "plain SGD, Adam's usual length": ("grpo.py --lr 0.055", None, None),
+    "plain SGD, steps of 0.3 at most": ("grpo.py --lr 0.3", 0.60, 0.40),
+    "plain SGD, steps of 0.055 at most": ("grpo.py --lr 0.055", None, None),
     "GSPO": ("gspo.py", 0.55, 0.40),
     "SAPO": ("sapo.py", 0.10, 0.05),
     "STAPO": ("stapo.py", 0.15, 0.15),
@@ -109,8 +111,8 @@ SHOWN = {  # watched metrics
 }
 BACK = "tokens beyond the limit that an update brings nearer (share)"
 SEEDS = 3
-SHORT = "--steps 17"  # of a quick run, which has these arms
-some = [SAME, "a third of the rate", "no clip", f"loaded: {SAME}", "loaded: GSPO"]
+SHORT = "--steps 17 --eval_problems 256"  # of a quick run, which has the arms of QUICK
+some = [SAME, "a third of the rate", f"loaded: {SAME}"]
 QUICK = [*WATCHED, *(f"{point}: {name}" for point in POINTS for name in some)]
 LOCK, PARENTS = Lock(), TemporaryDirectory()
 
@@ -217,7 +219,7 @@ def draw(results: dict) -> object:
                 lines = [{"x": list(at(run, name).values())} for run in runs]
                 lab.line(axis, steps, lines, "x", colour)
         axis.set_xlabel("optimiser steps")
-    lab.key(axes[-1], {arm.removeprefix("watched: "): c for arm, c in colours.items()}, 0.3, 0.5)
+    lab.key(axes[0], {arm.removeprefix("watched: "): c for arm, c in colours.items()}, 0.02, 0.95)
     return figure
 
 
