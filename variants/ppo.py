@@ -46,7 +46,7 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
-    # SP3O; our run of it had λ = 0.95 and β = 0.01
+    # SP3O
     torchrun -m variants.ppo --sparse_value --lam 1 --lam_critic 1 --beta 0 --critic_lr 1.2e-3 \
         --critic_warmup 20
     # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
