@@ -58,7 +58,8 @@ def untrained(kind: str, task: str) -> PreTrainedModel:
     """The model before its warm start; for tiny-teacher and long chains tiny after its own."""
     if kind == "tiny-teacher" or task != "arithmetic":
         model = load_model("tiny")[0].train()
-        model.config.max_position_embeddings = 1024
+        if task != "arithmetic":
+            model.config.max_position_embeddings = 1024  # tiny's chains have fewer than 256 tokens
         return model
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
     shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
