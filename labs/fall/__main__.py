@@ -24,9 +24,7 @@ from checks.files import ROOT
 from labs import lab
 from labs.fall.watch import AFTER, MEASURED
 
-TITLE = (
-    "At nine times the rate an update moves the policy ten to a hundred times as far, clip or not"
-)
+TITLE = "At nine times the rate an update moves the policy 4 to 90 times as far, clip or not"
 FALL = "--minibatches 16 --lr 9e-4"
 MEASURE = "--eval_every 5 --eval_samples 1"
 FREE = "--clip_low 1e9 --clip_high 1e9"
