@@ -5,7 +5,8 @@ probability that is 0.1 at first. There is one such probability for right respon
 wrong ones. A rollout has 16 groups of 8 responses and serves one plain gradient step. dr_grpo.py
 takes the group's mean alone and divides by a constant for the length; its learning rate is chosen
 such that all arms begin alike. laconic.py averages as grpo.py does, and subtracts a price for
-tokens beyond a budget of 10 from the reward.
+tokens beyond a budget of 10 from the reward. In three arms one wrong response of each rollout
+loops: it goes on to the limit of 60 tokens.
 
     python -m labs.length
 """
@@ -26,6 +27,8 @@ ARMS = {
     "constant (dr_grpo)": ("dr_grpo", {"max_new_tokens": 60}, 12.0),
 }
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
+LOOP = ", one loop"
+ARMS |= {f"{arm}{LOOP}": what for arm, what in ARMS.items() if what[0] != "laconic"}
 LOWER = {  # of two lines that end together
     "right": ["1/|y| (grpo)", "token mean (justrl)"],
     "wrong": ["constant (dr_grpo)"],
@@ -50,6 +53,8 @@ def measure(arm: str, seed: int) -> dict:
         which = (~coin).flatten().long()  # [N]: the row of `logits`
         chance = torch.rand(P * G, LONGEST, generator=generator, dtype=torch.float64)
         stop = (chance < 1 - go[which, None]).long()  # [N, T]
+        if LOOP in arm:
+            stop[(~coin).flatten().nonzero()[0]] = 0  # the first wrong response
         mask = (stop.cumsum(1) - stop == 0).double()  # [N, T]: up to the token that stops
         rewards = coin.double()  # [P, G]
         if budget:
