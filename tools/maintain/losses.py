@@ -32,8 +32,8 @@ A method differs from grpo.py in one or more of six places; the headings below g
    blockwise, ppo, opd, vcpo.
 3. Ratio, of a response: gspo, vespo, vcpo, paced; to μ: minirl and its variants, m2po, opd.
 4. Bound: all but goldilocks, deep_grpo, dr_grpo, blockwise, signs, laconic, tool, ppo.
-5. Average, over tokens: justrl and its variants, stapo, entropy20, maspo, deep_grpo, blockwise, opd,
-   ppo; a sum: minirl, dppo, cppo, centred, jet, dr_grpo, paced.
+5. Average, over tokens: justrl and its variants, stapo, entropy20, maspo, deep_grpo, blockwise,
+   opd, ppo; a sum: minirl, dppo, cppo, centred, jet, dr_grpo, paced.
 6. Terms: no KL term but in goldilocks, deep_grpo, signs, laconic, tool; others in lp_reg, dppo,
    centred, ppo.
 """
