@@ -37,7 +37,7 @@ A method differs from grpo.py in one or more of six places; the headings below g
 6. Terms: no KL term but in goldilocks, deep_grpo, signs, laconic, tool; others in lp_reg, dppo,
    centred, ppo.
 """
-WITH_CODE = "grpo dapo dr_grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
+WITH_CODE = "grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
 WEIGHTS = """## Other variants: the weight
 
 M is the clip, as above. Each file explains its other symbols and has the average and the code.
