@@ -414,25 +414,6 @@ def every_sample(draws: list[int]) -> tuple[Tensor, Tensor]:
     return torch.arange(len(draws)).repeat_interleave(torch.tensor(draws)), probabilities.log()
 
 
-def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
-    """|∇J| = (p (1-p))^power · |E[∇ log π | right] - E[∇ log π | wrong]|, with the module's own
-    advantages and loss."""
-    for draws in POLICIES:
-        rows, log_pi = every_sample(draws)
-        theta, pi, n = log_pi.clone().requires_grad_(), log_pi.exp(), len(rows)
-        logp = theta.log_softmax(0)[rows][:, None]
-        batch = {"logp": logp, "old_logp": logp.detach(), "mask": torch.ones_like(logp)}
-        batch["advantages"] = module.advantages(RIGHT[rows][None])[0]
-        loss_of(module, no_kl(module, **flags), **batch).backward()
-        p = (pi * RIGHT).sum()
-        scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each
-        apart = (pi * RIGHT) @ scores / p - (pi * (1 - RIGHT)) @ scores / (1 - p)
-        law = (p * (1 - p)) ** power * apart.norm()
-        sample_std = ((n - 1) / n) ** 0.5 if power == 0.5 else 1.0  # by which the file divides
-        found = theta.grad.norm() / (law * sample_std)
-        near(found, 1, f"|∇J|, divided by the law's, at p = {p:.3g}", 1e-4)
-
-
 def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
     """The statistics equal these (sum, count) pairs. A count of None marks a maximum or a sum that
     is not divided."""

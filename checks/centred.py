@@ -121,49 +121,6 @@ def check_drift_and_covariance(module: ModuleType) -> None:
             near(ours, covariance, f"the mean gradient, centred{case}", 1e-10)
 
 
-def check_drift_of_the_mask(module: ModuleType) -> None:
-    """With w = π/μ inside DPPO's mask, no gradient in the mean is drift but that of the masked
-    tokens, and it moves each of them back to μ: this is what the centring removes."""
-    flags = {"weight": "tis", "w_high": 1e9, "delta": 0.03}
-    for seed, sign in ((0, 1.0), (1, -1.0), (2, 1.0)):
-        logits, mu, A = place(seed)
-        A = torch.full_like(A, sign)  # nothing to learn from: all is drift
-        pi = logits.detach().softmax(0)
-        cut = inside(no_kl(module, **flags), pi, mu, A) == 0
-        plain = mean_gradient(module, logits, mu, A, V, **flags | {"centre_top": 0})
-        scores = torch.eye(V, dtype=torch.float64) - pi
-        near(plain, -sign * (pi * cut) @ scores, f"the mask's drift, seed {seed}", 1e-10)
-        near(pi @ scores, 0 * pi, "the mean score of the policy", 1e-12)
-        moved = scores @ plain  # the change of log π of each token
-        assert 0 < cut.sum() < V and (moved * sign)[cut].sum() < 0, f"seed {seed}"
-        near(mean_gradient(module, logits, mu, A, V, **flags), 0 * pi, f"centred, {seed}", 1e-10)
-
-
-def check_tail(module: ModuleType) -> None:
-    """With K = 3 of 8 tokens: exact where μ is ρ π in the tail, whatever ρ is. Else the drift is
-    left that the tail's μ - ρ π makes."""
-    logits, mu, A = place(1)
-    pi = logits.detach().softmax(0)
-    rest = mu.topk(V).indices[3:]
-    for tail in (0.5, 1.0, 1.8):
-        modelled = mu.clone()
-        modelled[rest] = tail * 0.3 * pi[rest]
-        modelled[rest[0]] += 0  # the head stays the head
-        head = mu.topk(3).indices
-        modelled[head] *= (1 - modelled[rest].sum()) / modelled[head].sum()
-        assert set(modelled.topk(3).indices.tolist()) == set(head.tolist())
-        for flags in [flags for flags in WEIGHTS if "delta" not in flags]:  # δ acts on no tail
-            _, covariance = parts(logits, modelled, A, no_kl(module, **flags))
-            ours = mean_gradient(module, logits, modelled, A, 3, **flags)
-            near(ours, covariance, f"the centred mean, tail {tail}, {flags}", 1e-10)
-    _, covariance = parts(logits, mu, A, no_kl(module))
-    rho = mu[rest].sum() / pi[rest].sum()
-    scores = torch.eye(V, dtype=torch.float64) - pi
-    left = (mu * A).sum() * ((mu - rho * pi)[rest] @ scores[rest])
-    ours = mean_gradient(module, logits, mu, A, 3)
-    near(ours - covariance, left, "what an unlike tail leaves", 1e-10)
-
-
 def check_published(module: ModuleType) -> None:
     """The term and its gradient are those of vime's function (losses.json)."""
     numbers = FIXTURE["score_centering"]
@@ -178,22 +135,3 @@ def check_published(module: ModuleType) -> None:
 
 
 SHARED = CENTRED
-MUTANTS = {
-    "mask of the sampled token only": (
-        "weight = token_weight(args, batch.top_logp.detach(), batch.sampler_top, A)",
-        "weight = importance_weight(args, (batch.top_logp.detach() - batch.sampler_top).exp())",
-    ),
-    "mask in both directions": ("else A * moved > 0", "else A * A >= 0"),
-    "sign": ("score = score - (c", "score = score + (c"),
-    "gradient through c": (
-        "pi, mu = batch.top_logp.detach().exp()",
-        "pi, mu = batch.top_logp.exp()",
-    ),
-    "no tail": ("mu * weight - alpha * pi", "mu * weight"),
-    "tail not weighted": ("rho * importance_weight(args, 1 / rho)", "rho"),
-    "mean not weighted": ("mu * weight - alpha", "mu - alpha"),
-    "ratio upside down": (
-        "batch.top_logp.detach(), batch.sampler_top, A",
-        "batch.sampler_top, batch.top_logp.detach(), A",
-    ),
-}

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from common.distributed import ALONE
 
-from . import ZSCORES, gradient_law, grpo, near
+from . import POLICIES, RIGHT, ZSCORES, every_sample, grpo, loss_of, near, no_kl
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -52,7 +52,19 @@ def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
 def check_gradient_law(module: ModuleType) -> None:
     """The gradient's norm is sqrt(p (1-p)) times the distance between the mean scores of right and
     wrong answers. `learning_value` estimates the first factor."""
-    gradient_law(module, 0.5)
+    for draws in POLICIES:
+        rows, log_pi = every_sample(draws)
+        theta, pi, n = log_pi.clone().requires_grad_(), log_pi.exp(), len(rows)
+        logp = theta.log_softmax(0)[rows][:, None]
+        batch = {"logp": logp, "old_logp": logp.detach(), "mask": torch.ones_like(logp)}
+        batch["advantages"] = module.advantages(RIGHT[rows][None])[0]
+        loss_of(module, no_kl(module), **batch).backward()
+        p = (pi * RIGHT).sum()
+        scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each
+        apart = (pi * RIGHT) @ scores / p - (pi * (1 - RIGHT)) @ scores / (1 - p)
+        law = (p * (1 - p)).sqrt() * apart.norm()
+        found = theta.grad.norm() / law * (n / (n - 1)) ** 0.5  # the file divides by a sample's std
+        near(found, 1, f"|∇J|, divided by the law's, at p = {p:.3g}", 1e-4)
 
 
 def check_lesson(module: ModuleType) -> None:

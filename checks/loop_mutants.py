@@ -27,7 +27,6 @@ SUMS = "sums, counts = global_sum(self.sums, world), global_sum(self.counts, wor
 OWN_SUMS = "sums, counts = ({k: float(v) for k, v in x.items()} for x in (self.sums, self.counts))"
 COLUMN = "column = column[order.to(column.device)]"
 REPLAYED = 'if hasattr(batch, "replayed_experts")'
-BY_SIGN = "            means.add(**metrics_by_sign(minibatch))\n"
 MOE = {"routing_replay": "r3", "model": "model-moe", "grad_clip": 1e9}
 
 DAMAGES = {
@@ -61,17 +60,7 @@ DAMAGES = {
     "advantages stay on their rank": Damage(
         COLUMN, f'if name != "advantages": {COLUMN}', where="common.batch"
     ),
-    "no warm-up": Damage("args.lr * min(1.0, step / max(1, args.warmup))", "args.lr"),
-    "betas not handed on": Damage('"betas": args.betas, ', ""),
     # Around the update
-    "the same prompts in every step": Damage("cursor = (step - 1) * args", "cursor = 0 * args"),
-    "the same prompts on every rank": Damage(
-        "args.prompts_per_step + world.rank * P", "args.prompts_per_step"
-    ),
-    "engine not synced": Damage(f"{BY_SIGN}        engine.sync(policy)\n", BY_SIGN),
-    "greedy at the sampling temperature": Damage(
-        '("greedy", 1, 0.0)', '("greedy", 1, args.temperature)', where="common.metrics"
-    ),
     "mean of micro-batch means": Damage(
         COUNT, "self.counts[name] = 0.0 if count is None else count", where="common.metrics"
     ),
@@ -88,7 +77,6 @@ DAMAGES = {
         where="common.logprobs",
         flags=MOE,
     ),
-    "lr not scaled": Damage("warm_lr * scale", "warm_lr", "vcpo"),
     "norms of the next response": Damage(
         "norms.view_as(log_w)", "norms.roll(1).view_as(log_w)", "vcpo"
     ),

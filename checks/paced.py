@@ -43,10 +43,3 @@ def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
         near(balance(module, draws, best, V, beta), 0, "trajectory balance at its optimum", 1e-20)
         assert balance(module, draws, best, V + 0.1, beta) > 1e-4
         assert balance(module, draws, best + RIGHT, V, beta) > 1e-4 * beta
-
-
-def check_advantages(module: ModuleType) -> None:
-    """R - V of the prompt itself. A group that is all right has advantages, too, if V < 1."""
-    rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    A = module.advantages(rewards, torch.tensor([0.75, 0.25]))
-    assert torch.equal(A, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))

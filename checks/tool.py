@@ -108,16 +108,3 @@ def check_dropped(module: ModuleType) -> None:
     expected = torch.zeros_like(R)
     expected[0, ~failed[0]] = z_score(R[0, ~failed[0]])
     near(module.advantages_without(R, failed), expected, "advantages without failed calls", 1e-9)
-
-
-AGAIN = "self.task.tokenizer(self.task.tokenizer.batch_decode([row.tokens])[0])['input_ids']"
-MUTANTS = {
-    "the tool's tokens are trained": ("sampled=False)", "sampled=True)"),
-    "encoded again": ("[row.tokens for row in going]", f"[{AGAIN} for row in going]"),
-    "a reply comes last": ("0 if last else limit", "limit"),
-    "other answers": ("zip(prompts, answers)", "zip(prompts, answers[::-1])"),
-    "a turn ends at EOS alone": ("= sorted(self.turn_ends)", "= eos"),
-    "a saved model stops at `=`": ("        lm.generation_config.eos_token_id = eos\n", ""),
-    "a failed call is an answer": ("                row.failed = True\n", ""),
-    "dropped ones in the mean": ("[group, kept][None])[0]", "[group][None])[0, kept]"),
-}

@@ -22,32 +22,6 @@ NAMED = {  # response: its final answer
     "Final answer: **C**": "C",
     r"\boxed{" + "7" * 10**6 + "}": "",
 }
-# Nouns behind a number, and texts whose value is not the number in them
-COUNTED = (
-    "apples|students|marbles|sheep|women|children|geese|fish|slices of pizza|pairs of socks|"
-    "boxes of pencils|toy cars|bus stops|red balls|positive integers|ordered pairs|real solutions|"
-    "distinct ways|diagonals|prime numbers|lattice points|games|days of rain|gallons of milk|"
-    "nickels|tickets sold|cookies left|people|manzanas|libros|pommes|élèves|Äpfel|Bücher|maçãs|"
-    "яблок|个苹果|名学生|개|人"
-)
-CHANGED = (
-    "42 hundred|42 thousand|42 million dollars|42 billion|42 lakh|42 crore rupees|42 dozen|"
-    "42 dozen eggs|42 squared|42 cubed|42 factorial|42 halves|42 thirds|42 hundredths|"
-    "42 and a half|42 or more|42 or fewer students|at least 42|at most 42|more than 42|"
-    "fewer than 42 apples|up to 42|not 42|minus 42|negative 42|half of 42|twice 42|"
-    "the square root of 42|42 less than x|42 below zero|42 mil|42 millones|42 Millionen|42 mille|"
-    "42 тысяч|42万|42亿元|42以上|al menos 42|mindestens 42"
-)
-
-
-@pytest.mark.parametrize("paid", [1, 0])
-def test_a_noun_is_dropped_and_what_changes_the_value_is_not(paid):
-    """In a box and in a sentence."""
-    texts = [f"42 {noun}" for noun in COUNTED.split("|")] if paid else CHANGED.split("|")
-    responses = [f"The answer is {text}." for text in texts]
-    responses += [rf"\boxed{{\text{{{text}}}}}" for text in texts]
-    scores = Verifier(workers=2)(responses, ["42"] * 80)
-    assert [text for text, score in zip(responses, scores) if score != paid] == []
 
 
 @pytest.mark.parametrize("whose", ["public", pytest.param("ours", marks=pytest.mark.slow)])

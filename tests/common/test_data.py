@@ -327,14 +327,6 @@ def test_malformed_rows_are_named(tmp_path, row, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_parquet_file_that_is_cut_short_is_named(tmp_path):
-    path = tmp_path / "set.parquet"
-    datasets.Dataset.from_list(numbered(6)).to_parquet(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(BadInput, match="set.parquet: cannot be read"):
-        load(str(path))
-
-
 def test_a_column_inside_a_dict(tmp_path):
     """verl's parquet; the refusal of the dict itself names the paths into it."""
     row = {"data_source": "gsm8k", "prompt": [USER], "ability": "math"}
@@ -408,14 +400,6 @@ def test_a_custom_task(mine):
     other = load(f"{mine}:other")
     assert other.train(5).answer == "2" and not other.verifier.spec
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
-
-
-def test_a_folder_of_a_task_file_may_have_a_colon(tmp_path):
-    (tmp_path / "12:30").mkdir()
-    (tmp_path / "12:30/mine.py").write_text(MINE)
-    for name, answer in (("", "9"), (":other", "4")):
-        task = load(f"{tmp_path}/12:30/mine.py{name}")
-        assert task.held_out[0].answer == answer
 
 
 def test_problems_by_chance_are_found(mine):

@@ -16,15 +16,8 @@ import torch
 from checks.files import NINE
 from common.batch import Rollout
 from common.cli import BadInput
-from common.distributed import (
-    ALONE,
-    World,
-    divide_gradients,
-    setup,
-    shard,
-    total_count,
-    whole_tensor,
-)
+from common.distributed import ALONE, World, divide_gradients, setup, shard
+from common.distributed import total_count, whole_tensor
 from common.logprobs import Policy, micro_batches, response_logprobs
 from common.model import load_model
 from common.rollout import HFEngine

@@ -120,14 +120,6 @@ def test_what_is_stored_of_a_run():
     assert run["late"]["entropy"] == 0.4
 
 
-def test_a_file_of_another_form_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "other.py").write_text("x = 1\n")
-    monkeypatch.setattr("sys.argv", ["race", str(tmp_path / "other.py")])
-    with pytest.raises(SystemExit) as left:
-        race.main()
-    assert left.value.code == 2 and "not a file in the form" in capsys.readouterr().err
-
-
 # Rank
 
 

@@ -153,10 +153,6 @@ def log_probs(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
         return sampled(distributions(lm, rows), rows)
 
 
-def mask_of(rows: list[Row]) -> Tensor:
-    return padded([[1.0] * len(row.tokens) for row in rows]).double()
-
-
 @lru_cache(4096)
 def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
     """log μ of a row: its own engine's opinion, near the untrained model's."""
@@ -170,10 +166,6 @@ def sampler_top(row: Row, model: str) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         logp, ids = distributions(untrained(model), [row])[0].topk(4)
     return ids, logp - torch.tensor([0.1, 0.5, 0.2, 0.9])
-
-
-def mu_of(rows: list[Row], model: str) -> Tensor:
-    return padded([sampler_logp(row, model) for row in rows]).double()
 
 
 # Running main

@@ -6,7 +6,6 @@ import importlib.util
 import math
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -181,12 +180,3 @@ def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
 
 def test_the_page_of_losses_has_the_files_code():
     assert losses.PAGE.read_text("utf-8") == losses.page()
-
-
-# Leftovers of a merge
-
-
-def test_no_tracked_file_has_a_conflict_marker():
-    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
-    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert (found.returncode, found.stdout) == (1, "")  # 1: no such line

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-VERDICTS = ("holds", "in part", "not here", "wrong", "not tested")
+VERDICTS = ("holds", "in part", "not here", "wrong")
 QUOTING = ("docs/claims.md", "labs/course-answers.md")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-\d+)?"

@@ -80,6 +80,7 @@ labs.blank nope
 labs.fall.watch README.md
 labs.fork --seeds 0
 labs.race grpo.py nope
+labs.race nano.py
 labs.stresses grpo.py nope
 tools.compare nope
 tools.evaluate nowhere

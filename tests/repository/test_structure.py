@@ -85,22 +85,6 @@ def test_common_has_no_circle():
     TopologicalSorter(asks).prepare()  # raises CycleError, which names the circle
 
 
-def test_the_folders_of_common():
-    """The nine import every flat module. `tasks/` stands below all but `cli`, `records/` above all
-    but `run`."""
-    flat = {f"common.{path.stem}" for path in (ROOT / "common").glob("[a-z]*.py")}
-    nine = set().union(*(imported(PATHS[name]) for name in NINE))
-    assert flat <= nine and len(flat) <= 11
-    for path in COMMON:
-        folder = path.parent.name
-        of_common = {name for name in imported(path) if name.startswith("common.")}
-        if folder == "tasks":
-            above = {name for name in of_common if not name.startswith("common.tasks.")}
-            assert above <= {"common.cli", "common.tiny"}, path
-        elif folder != "records" and path.name != "run.py":
-            assert not any(name.startswith("common.records.") for name in of_common), path
-
-
 def test_common_knows_no_algorithm():
     """It branches on no algorithm's name."""
     names = "|".join(name for name in ALGORITHMS if name != "tool")  # also a role in chats

@@ -28,32 +28,28 @@ drive("grpo", sys.argv[1:], number, 4)
 """
 
 
-def resumes_to_the_bit(algorithm: str, flags: list, whole: Path, scratch: Path) -> None:
+OTHERS = [pytest.param(name, marks=slow) for name in ALGORITHMS if name != FIRST]
+
+
+@pytest.mark.parametrize("algorithm", [FIRST, *OTHERS])
+def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, finished):
     """A SIGKILL in step 4 (checkpoint at 2), and on to its end: weights, moments, metrics (the lr,
     too) and samples are those of the run that nothing happened to."""
-    flags = [*flags, "--steps", 4, "--run_dir", scratch / "parts"]
-    killed = command(algorithm, *flags, at=(signal.SIGKILL, 4))
+    main, whole, parts = module_of(algorithm).main, tmp_path / "whole", tmp_path / "parts"
+    flags = [*SMALL, *MORE.get(algorithm, []), "--steps", 4, "--run_dir"]
+    if algorithm == FIRST:
+        whole = finished
+    else:
+        assert run_here(main, *flags, whole) == 0
+    killed = command(algorithm, *flags, parts, at=(signal.SIGKILL, 4))
     assert killed.returncode == -signal.SIGKILL
-    assert [line["step"] for line in metrics(scratch / "parts")] == [0, 1, 2, 3]
-    config = json.loads((scratch / "parts/config.json").read_text())
+    assert [line["step"] for line in metrics(parts)] == [0, 1, 2, 3]
+    config = json.loads((parts / "config.json").read_text())
     del config["chat"], config["weights"]  # as of a version that had no such flags
-    (scratch / "parts/config.json").write_text(json.dumps(config))
-    assert run_here(module_of(algorithm).main, *flags, "--resume") == 0
-    assert_same_run(whole, scratch / "parts", 4, scratch)
-    assert (scratch / "parts/summary.json").exists()
-
-
-def test_resume_after_a_kill_is_bit_exact(tmp_path, finished):
-    resumes_to_the_bit("grpo", SMALL, finished, tmp_path)
-
-
-@slow
-@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != FIRST])
-def test_resume_of_the_others_is_bit_exact(algorithm, tmp_path):
-    flags = [*SMALL, *MORE.get(algorithm, [])]
-    words = [*flags, "--steps", 4, "--run_dir", tmp_path / "whole"]
-    assert run_here(module_of(algorithm).main, *words) == 0
-    resumes_to_the_bit(algorithm, flags, tmp_path / "whole", tmp_path)
+    (parts / "config.json").write_text(json.dumps(config))
+    assert run_here(main, *flags, parts, "--resume") == 0
+    assert_same_run(whole, parts, 4, tmp_path)
+    assert (parts / "summary.json").exists()
 
 
 @slow
@@ -68,20 +64,6 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     assert "steps 1 to 5;" in run.stdout and "steps 3 to 5;" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
-
-
-@slow
-def test_offloading_changes_no_number(tmp_path):
-    """On two ranks that share a model (on a CPU all but the copies is as on GPUs), killed in its
-    fourth step and resumed: metrics, weights and moments of the run that offloads nothing."""
-    flags = [*SMALL, "--steps", 4, "--shard_ranks", 2, "--run_dir"]
-    assert command("grpo", *flags, tmp_path / "plain", ranks=2).returncode == 0
-    parts = [*flags, tmp_path / "parts", "--offload"]
-    assert command("grpo", *parts, at=(signal.SIGKILL, 3), ranks=2).returncode
-    assert [line["step"] for line in metrics(tmp_path / "parts")][-1] < 4
-    ended = command("grpo", *parts, "--resume", ranks=2)
-    assert ended.returncode == 0, ended.stderr
-    assert_same_run(tmp_path / "plain", tmp_path / "parts", 4, tmp_path)
 
 
 def killed_while_saving(*flags: object) -> None:
@@ -143,23 +125,31 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
-CHANGES = [{"algorithm": "gspo"}, {"eval_task": "math500"}, {"lr": 1.0}, {"data": "other rows"}]
-CHANGES += [{"weights": "of another model"}]
+OTHER_RUNS = [  # flags of the command, entries of config.json, what is said
+    ([], {"algorithm": "gspo"}, "has algorithm 'gspo', not"),
+    ([], {"eval_task": "math500"}, "has eval_task 'math500', not"),
+    ([], {"lr": 1.0}, "has lr 1.0, not"),
+    ([], {"data": "other rows"}, "has data 'other rows', not"),
+    ([], {"weights": "of another model"}, "has weights 'of another model', not"),
+    (["--back_to", 2, "--group_size", 2], {}, "has group_size 4, not 2"),
+    (["--back_to", 2, "--seed", 2], {}, "has seed 1, not 2"),
+    (["--back_to", 3], {}, "has checkpoints of 2, 4"),
+]
 
 
 @slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_resume_refuses_another_run(change, tmp_path, finished, capsys):
+@pytest.mark.parametrize(("more", "change", "message"), OTHER_RUNS)
+def test_resume_refuses_another_run(more, change, message, tmp_path, finished, capsys):
     """Another algorithm, another set (it decides which rows are held back), another flag, other
-    data of the same name: named, and the folder stays as it was."""
+    data of the same name, and with --back_to what would mix two runs: named, and the folder stays
+    as it was."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     before = tree(folder)
-    flags = [*SMALL, "--steps", 5, "--run_dir", folder, "--resume"]
+    flags = [*SMALL, "--steps", 5, "--run_dir", folder, "--resume", *more]
     assert run_here(grpo.main, *flags) == 2
-    ((name, value),) = change.items()
-    assert f"has {name} {value!r}, not" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert tree(folder) == before
 
 
@@ -215,23 +205,3 @@ def test_back_to_with_another_rate_acts(algorithm, flag, value, three_steps, tmp
     assert run_here(module_of(algorithm).main, *flags) == 0
     before, after = ({**metrics(run)[3], "lr": 0} for run in (old, folder))
     assert before != after
-
-
-WRONG_WAYS_BACK = {
-    "another group size": (["--group_size", 2], "has group_size 4, not 2"),
-    "another seed": (["--seed", 2], "has seed 1, not 2"),
-    "no such checkpoint": (["--back_to", 3], "has checkpoints of 2, 4"),
-}
-
-
-@slow
-@pytest.mark.parametrize("way", WRONG_WAYS_BACK)
-def test_back_to_refuses_what_would_mix_two_runs(way, tmp_path, finished, capsys):
-    """Named in one line, and the folder stays as it was."""
-    folder = Path(shutil.copytree(finished, tmp_path / "run"))
-    before = tree(folder)
-    more, message = WRONG_WAYS_BACK[way]
-    flags = [*SMALL, "--steps", 4, "--run_dir", folder, "--resume", "--back_to", 2, *more]
-    assert run_here(grpo.main, *flags) == 2
-    assert message in capsys.readouterr().err
-    assert tree(folder) == before

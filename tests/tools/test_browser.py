@@ -30,19 +30,6 @@ def drawn(shown: Path, address: str, element: str) -> list[str]:
     return [html.unescape(re.sub("<.*?>", "", text)) for text in found]
 
 
-def test_a_group_is_named_by_why_it_was_stored(tmp_path):
-    """Of one step: in the last of two mini-batches, the first group has the largest weights."""
-    first, large, low = (group_of(1) | {"minibatches": 2} for _ in range(3))
-    large["minibatch"] = low["minibatch"] = 2
-    low["responses"] = [one | {"reward": 0.0, "weight": [0.0, 0.0]} for one in low["responses"]]
-    run, shown = with_samples(tmp_path / "run", [first, large, low]), tmp_path / "page.html"
-    page.main([run], shown)
-    labels = [one for one in drawn(shown, "", r"<button aria-pressed.*?</button>") if "mean" in one]
-    why = ["first mini-batch", "largest |weight|", "lowest reward"]
-    rewards = [0.25, 0.25, 0]
-    assert labels == [f"{one}: mean reward {r}" for one, r in zip(why, rewards)]
-
-
 def test_a_runs_page(tmp_path):
     """Of two runs, in which everything that anyone else writes is an attack."""
     run = with_samples(tmp_path / "<b>run", [group_of(1), group_of(3, HOSTILE[::-1])])
