@@ -3,8 +3,7 @@
 minirl.py runs on the embedded mixture of experts, at three times the usual learning rate. The
 sampler rounds parameters to 8 bits, and its router then chooses other experts. The gap between μ
 and π_old grows during training. The weight π/μ (`--correct_mismatch`) corrects for it. Routing
-replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap. Two arms have
-a bug that was met in public code: a temperature-mismatched sampler, at 0.8 under a trainer at 1.
+replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap.
 Three more methods run under eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with
 the sampler's rounded parameters.
 
@@ -32,10 +31,6 @@ ARMS = {
     "weight and replay r3": f"{RUN} --routing_replay r3",
     "replay r3 alone": f"{RUN} --routing_replay r3{NO_WEIGHT}",
 }
-TEMPERATURE = "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"
-ARMS["temperature 0.8, weight π/μ"] = f"{RUN} --rollout_dtype float32"
-ARMS["temperature 0.8, no weight"] = f"{RUN} --rollout_dtype float32{NO_WEIGHT}"
-DAMAGE = {arm: TEMPERATURE for arm in ARMS if arm.startswith("temperature")}
 ARMS |= {name: f"-m variants.{name.lower()} {FLAGS}" for name in ("IcePop", "DPPO", "Jet")}
 ARMS["exact sampler"] = f"{RUN} --rollout_dtype float32"
 SMALL = f"{RUN.replace('1e-3', '3e-4').replace('80', '60')} --rollout_dtype float32"
@@ -45,7 +40,7 @@ QUANTISED = (
     "from common.rollout import make_engine",
     "from labs.mismatch.quantised import engine_of, evaluate\n\nmake_engine = engine_of(3)",
 )
-DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
+DAMAGE = dict.fromkeys(WIDE, QUANTISED)
 COLUMNS = ("greedy", "sampled", "sampler_kl")
 COLUMNS += ("policy_greedy", "policy_sampled")  # only the arms of three bits have them
 COLOURS = {"weight π/μ": lab.BLUE, "no weight": lab.ORANGE, "weight and replay r3": lab.GREEN}
@@ -71,7 +66,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The arms with a wrong temperature, three other methods and the gap are in the table only."""
+    """Three other methods and the gap are in the table only."""
     words = "three times the learning rate:\ngreedy accuracy at the end"
     words = words, "3 bits, usual learning rate:\naccuracy of policy and sampler"
     figure, axes = lab.sheet(TITLE, *words, width=8.6)
