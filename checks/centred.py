@@ -121,6 +121,24 @@ def check_drift_and_covariance(module: ModuleType) -> None:
             near(ours, covariance, f"the mean gradient, centred{case}", 1e-10)
 
 
+def check_drift_of_the_mask(module: ModuleType) -> None:
+    """With w = π/μ inside DPPO's mask, no gradient in the mean is drift but that of the masked
+    tokens, and it moves each of them back to μ: this is what the centring removes."""
+    flags = {"weight": "tis", "w_high": 1e9, "delta": 0.03}
+    for seed, sign in ((0, 1.0), (1, -1.0), (2, 1.0)):
+        logits, mu, A = place(seed)
+        A = torch.full_like(A, sign)  # nothing to learn from: all is drift
+        pi = logits.detach().softmax(0)
+        cut = inside(no_kl(module, **flags), pi, mu, A) == 0
+        plain = mean_gradient(module, logits, mu, A, V, **flags | {"centre_top": 0})
+        scores = torch.eye(V, dtype=torch.float64) - pi
+        near(plain, -sign * (pi * cut) @ scores, f"the mask's drift, seed {seed}", 1e-10)
+        near(pi @ scores, 0 * pi, "the mean score of the policy", 1e-12)
+        moved = scores @ plain  # the change of log π of each token
+        assert 0 < cut.sum() < V and (moved * sign)[cut].sum() < 0, f"seed {seed}"
+        near(mean_gradient(module, logits, mu, A, V, **flags), 0 * pi, f"centred, {seed}", 1e-10)
+
+
 def check_published(module: ModuleType) -> None:
     """The term and its gradient are those of vime's function (losses.json)."""
     numbers = FIXTURE["score_centering"]

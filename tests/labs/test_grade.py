@@ -3,7 +3,6 @@ hint, and no file ends or blocks the grader."""
 
 import importlib
 import os
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -154,16 +153,6 @@ def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert words in " ".join(said.out.split()), said.out
     assert "Traceback" not in said.out and "noise" not in said.out and not said.err
-
-
-def test_what_a_file_forks_ends_with_it():
-    """All ends of the pipe close."""
-    source = DEF + "    import os, time\n    if os.fork() == 0: time.sleep(1000)\n"
-    ours, theirs = os.pipe()
-    graded("pass_at_k", source)
-    os.close(theirs)
-    assert select.select([ours], [], [], 10)[0] and os.read(ours, 1) == b""
-    os.close(ours)
 
 
 def test_what_is_no_exercise_is_refused(tmp_path, monkeypatch, capsys):

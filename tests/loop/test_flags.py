@@ -28,9 +28,8 @@ ACTING |= {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}
 ACTING |= {"rollout_rows": 4}  # in another order, other random numbers
 VLLM = {"vllm": ("a=1",), "vllm_memory": 0.5, "vllm_sleep": True, "tensor_parallel": 2}
 # Other tests show what these do
-ELSEWHERE = "answer_column back_to chat compile eval_task failed_call instruction micro_tokens"
-ELSEWHERE += " max_prompt_tokens prompt_column rollout run_dir turn_end wandb"
-ELSEWHERE = ELSEWHERE.split()
+ELSEWHERE = """answer_column back_to chat compile eval_task failed_call instruction
+    max_prompt_tokens micro_tokens prompt_column rollout run_dir turn_end wandb""".split()
 # What a file's own flag needs to act, or where to start, if half of its usual value does nothing
 NEEDS = {
     "budget_low": {"budget_low": 0.1, "budget_high": 1.0, "delta": 0.05},

@@ -66,6 +66,15 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
 
 
+@slow
+def test_offloading_changes_no_number(tmp_path):
+    """On two ranks that share a model; on a CPU all but the copies is as on GPUs."""
+    flags = [*SMALL, "--steps", 2, "--shard_ranks", 2, "--run_dir"]
+    for more in ([tmp_path / "plain"], [tmp_path / "parts", "--offload"]):
+        assert command("grpo", *flags, *more, ranks=2).returncode == 0
+    assert_same_run(tmp_path / "plain", tmp_path / "parts", 2, tmp_path)
+
+
 def killed_while_saving(*flags: object) -> None:
     """A run that ends between the writing and the renaming of its second checkpoint."""
     save, saves = checkpoint.dcp.save, []

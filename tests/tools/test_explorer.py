@@ -60,29 +60,6 @@ def test_the_page_has_the_weights_of_autograd():
     assert sum(weight != 0 for weight in expected) > len(expected) / 3
 
 
-@pytest.mark.skipif(not NODE, reason="needs node")
-def test_the_edges_are_where_the_formulas_have_them():
-    """Both sides of each jump or bend, 1e-6 apart, against the headers' formulas."""
-    usual, near = explorer.USUAL, 1e-6
-    edges = [
-        ("grpo", {"size": 1.6}, 1.2, 1.6 * 1.2, 0),
-        ("grpo", {"sign": -1}, 0.8, 0, -0.8),
-        ("stapo", {}, 1.28, 1.28, 0),
-        ("stapo", {"p": 1e-3, "entropy": 0.05}, 0.002 / 1e-3, 0, 0),  # silenced, then clipped
-        ("stapo", {"p": 5e-3, "entropy": 0.05}, 0.002 / 5e-3, 0, 0.4),
-        ("gspo", {"length": 1000}, 1.0004**1000, 1.0004 / 10, 0),
-        ("gspo", {"sign": -1, "length": 10}, 0.9997**10, 0, -0.9997 * 10),
-        ("minirl", {"gap": 0.25}, 1.27, 1.27 / 4, 0),
-        ("minirl", {"sign": -1, "gap": 2}, 2.5, -5, -5),
-        ("vcpo", {"gap": 2}, 4.0, 8, 8),
-    ]
-    points, expected = [], []
-    for name, at, edge, below, above in edges:
-        points += [(name, usual | at, edge * (1 - near)), (name, usual | at, edge * (1 + near))]
-        expected += [below, above]
-    assert read(points) == pytest.approx(expected, rel=3e-3, abs=1e-9)
-
-
 def test_the_built_page_is_small_and_fetches_nothing():
     page = PAGE.read_text("utf-8")
     assert PAGE.stat().st_size <= 400_000

@@ -19,23 +19,26 @@ Each `policy_loss` as it stands in its file, under the weight that it gives to �
 most variants, at the end, the weight alone. A loss returns a sum and the count that divides it. `A`
 is the advantage Â, `ratio` is r = π_θ/π_old, μ the sampler's probability, `mask` is 1 on response
 tokens. [common/batch.py](../common/batch.py) lists the columns of `batch`. Where a weight stands
-without the average over tokens and responses, the return line has it. A comment stands once. Other
-symbols are in the files, and [the checks](../checks/__init__.py) hold these to the papers' formulas
-and to other people's code.
+without the average over tokens and responses, the return line has it. A comment stands only where
+its line stands first. Advantages and other symbols are explained in the files. [The
+checks](../checks/__init__.py) compare the files with the papers' formulas and other people's code.
 
 If you have ten minutes, read GRPO, GSPO, SAPO and CISPO.
 
-A method differs from grpo.py in one or more of six places; the headings below go by the fourth.
+A method differs from grpo.py in one or more of six places; vcpo and recipe also in the learning
+rate, jet in the forward pass. The headings below go by the fourth.
 
-1. Prompts and responses: goldilocks, paced, dapo, deep_grpo, tool, vcpo (stale).
+1. Prompts and responses: goldilocks, paced, dapo, deep_grpo, tool, recipe; stale: vcpo, recipe; of
+   8-bit weights: minirl and its variants.
 2. Advantages: minirl and its variants, dr_grpo, deep_grpo, baselines, signs, laconic, dapo,
-   blockwise, ppo, opd, vcpo.
-3. Ratio, of a response: gspo, vespo, vcpo, paced; to μ: minirl and its variants, m2po, opd.
+   blockwise, ppo, opd, vcpo, paced, recipe.
+3. Ratio, of a response: gspo, vespo, paced, vcpo (to μ); of a token, to μ: minirl, dppo, cppo, jet,
+   m2po, opd. icepop and recipe multiply by π_old/μ.
 4. Bound: all but goldilocks, deep_grpo, dr_grpo, blockwise, signs, laconic, tool, ppo.
-5. Average, over tokens: justrl and its variants, stapo, entropy20, maspo, deep_grpo, blockwise,
-   opd, ppo; a sum: minirl, dppo, cppo, centred, jet, dr_grpo, paced.
-6. Terms: no KL term but in goldilocks, deep_grpo, signs, laconic, tool; others in lp_reg, dppo,
-   centred, ppo.
+5. Average, over all tokens: justrl and its variants, stapo, entropy20, maspo, deep_grpo, opd, ppo,
+   recipe; over a block: blockwise; a sum: minirl, dppo, cppo, centred, jet, dr_grpo, paced.
+6. Terms: only goldilocks, deep_grpo, signs, laconic and tool keep the KL term. Others are in
+   lp_reg, centred, paced, dppo, entropy20 and, in the reward, ppo.
 """
 WITH_CODE = "grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
 WEIGHTS = """## Other variants: the weight
