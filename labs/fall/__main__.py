@@ -24,7 +24,7 @@ from checks.files import ROOT
 from labs import lab
 from labs.fall.watch import AFTER, MEASURED
 
-TITLE = "At nine times the rate an update moves the policy 4 to 90 times as far, clip or not"
+TITLE = "At nine times the rate an update moves the policy 4 to 100 times as far, clip or not"
 FALL = "--minibatches 16 --lr 9e-4"
 MEASURE = "--eval_every 5 --eval_samples 1"
 FREE = "--clip_low 1e9 --clip_high 1e9"
@@ -108,7 +108,7 @@ SHOWN = {  # watched metrics
     "greedy": "held-out accuracy, greedy",
 }
 BACK = "tokens beyond the limit that an update brings nearer (share)"
-SEEDS = 3
+SEEDS = 5
 SHORT = "--steps 17 --eval_problems 256"  # of a quick run, which has the arms of QUICK
 some = [SAME, "a third of the rate", f"loaded: {SAME}"]
 QUICK = [*WATCHED, *(f"{point}: {name}" for point in POINTS for name in some)]
