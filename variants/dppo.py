@@ -39,7 +39,7 @@ Base file: minirl.py. Differs from it in:
 Run it:
     torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.dppo --trust_region kl
-    torchrun -m variants.dppo --soft                        # DRPO, at DPPO's δ
+    torchrun -m variants.dppo --soft --delta 12.5           # DRPO; without --delta at DPPO's δ
     torchrun -m variants.dppo --two_sided --delta 0.3 --is_cap 1e4      # prime-rl's IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
     torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
