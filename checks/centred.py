@@ -133,7 +133,6 @@ def check_drift_of_the_mask(module: ModuleType) -> None:
         plain = mean_gradient(module, logits, mu, A, V, **flags | {"centre_top": 0})
         scores = torch.eye(V, dtype=torch.float64) - pi
         near(plain, -sign * (pi * cut) @ scores, f"the mask's drift, seed {seed}", 1e-10)
-        near(pi @ scores, 0 * pi, "the mean score of the policy", 1e-12)
         moved = scores @ plain  # the change of log π of each token
         assert 0 < cut.sum() < V and (moved * sign)[cut].sum() < 0, f"seed {seed}"
         near(mean_gradient(module, logits, mu, A, V, **flags), 0 * pi, f"centred, {seed}", 1e-10)

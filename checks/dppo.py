@@ -12,8 +12,9 @@ def beyond(b: Batch) -> Tensor:
     mu, p = b.mu.exp(), b.logp.detach().exp()
     if b.args.trust_region == "tv":
         return (p - mu).abs() > (b.args.delta or 0.15)
-    others = (1 - mu + 1e-8) * ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()
-    return ~(mu * (mu / p).log() + others <= (b.args.delta or 0.05))
+    q, o = (1 - mu).clip(min=0) + 1e-8, (1 - p).clip(min=0) + 1e-8  # the other token's
+    others = q * (q / o).log()
+    return mu * (mu / p).log() + others > (b.args.delta or 0.05)
 
 
 def masked(b: Batch) -> Tensor:
@@ -22,14 +23,17 @@ def masked(b: Batch) -> Tensor:
     return beyond(b) if b.args.two_sided else beyond(b) & ~inward
 
 
+def gate(b: Batch) -> Tensor:
+    """M: 0 where masked; with `--soft` DRPO's slope."""
+    if b.args.soft:
+        return 1 - b.A[:, None].sign() * (b.logp.detach().exp() - b.mu.exp()) / b.args.delta
+    return 1 - masked(b).double()
+
+
 def objective(b: Batch) -> tuple[Tensor, int]:
     """The sum over tokens of M min(π_θ/μ, cap) Â log π_θ - κ (log π_θ/μ)²."""
     weight = (b.logp - b.mu).detach().exp().clip(max=b.args.is_cap)
-    kept = ~masked(b)
-    if b.args.soft:
-        p, mu, A = b.logp.detach().exp(), b.mu.exp(), b.A[:, None]
-        kept = 1 - A.sign() * (p - mu) / b.args.delta
-    x = kept * weight * b.A[:, None] * b.logp - b.args.log_square * (b.logp - b.mu) ** 2
+    x = gate(b) * weight * b.A[:, None] * b.logp - b.args.log_square * (b.logp - b.mu) ** 2
     return (x * b.mask).sum(1).mean(), len(b.mask)
 
 
@@ -37,7 +41,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
     w, cut = (b.logp - b.mu).exp(), masked(b)
     return {
-        "masked_share": share(cut, b.mask),
+        "masked_share": share((1 - gate(b)).abs(), b.mask),
         "masked_above": share(cut & (w > 1), b.mask),
         "masked_below": share(cut & (w < 1), b.mask),
         "weight": share(w.clip(max=b.args.is_cap), b.mask),

@@ -87,9 +87,10 @@ def distance(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     p, mu = logp.exp(), batch.rollout_logp.exp()  # [n, T]: the coins' probabilities
     if args.trust_region == "tv":
         divergence = (p - mu).abs()  # [n, T]
-    else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
-        others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
-        divergence = (1 - mu) * others - mu * (logp - batch.rollout_logp)  # [n, T]: KL(μ ‖ π_θ)
+    else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞. A p may round to above 1.
+        no_mu, no_p = (1 - mu).clamp(min=0), (1 - p).clamp(min=0)  # [n, T]: of all other tokens
+        others = ((no_mu + 1e-8) / (no_p + 1e-8)).log()  # [n, T]
+        divergence = no_mu * others - mu * (logp - batch.rollout_logp)  # [n, T]: KL(μ ‖ π_θ)
     way = batch.advantages[:, None].sign() * (p - mu).sign()  # [n, T]
     return divergence / (args.delta or DELTA[args.trust_region]), way
 
@@ -97,9 +98,7 @@ def distance(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
 def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
     """True `[n, T]` where M = 0 (with `--soft`: below 0)."""
     far, way = distance(args, logp, batch)  # [n, T]
-    # `~ <=`, so that NaN (a p that rounds to more than 1) counts as beyond.
-    beyond = ~(far <= 1)  # [n, T]
-    return beyond if args.two_sided else beyond & (way > 0)  # [n, T]
+    return far > 1 if args.two_sided else (far > 1) & (way > 0)  # [n, T]
 
 
 def gate(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
@@ -129,11 +128,12 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Metrics of the loss as pairs (sum, count), without gradient."""
     mask = batch.mask  # [n, T]
+    M = gate(args, logp, batch)  # [n, T]
     cut = masked(args, logp, batch)  # [n, T]: with `--soft` those that are pushed back
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     weight = uncapped.clamp(max=args.is_cap)  # [n, T]
     return {
-        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "masked_share": (((1 - M).abs() * mask).sum(), mask.sum()),
         "masked_above": ((cut * (uncapped > 1) * mask).sum(), mask.sum()),
         "masked_below": ((cut * (uncapped < 1) * mask).sum(), mask.sum()),
         "weight": ((weight * mask).sum(), mask.sum()),
@@ -143,7 +143,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {
-    "masked_share": "tokens masked (share)",
+    "masked_share": "tokens masked (share); with `--soft` the mean of |1 - M|",
     "weight_max": "largest weight π_θ/μ, before its cap",
 }
 

@@ -171,9 +171,6 @@ def same_run(found: list[Record], other: list[Record]) -> None:
     assert [len(r.synced) for r in other] == [len(one.synced)] * len(other)
 
 
-# Running
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The record of an algorithm (or a damaged copy) on one rank."""
