@@ -12,9 +12,9 @@ def beyond(b: Batch) -> Tensor:
     mu, p = b.mu.exp(), b.logp.detach().exp()
     if b.args.trust_region == "tv":
         return (p - mu).abs() > (b.args.delta or 0.15)
-    q, o = (1 - mu).clip(min=0) + 1e-8, (1 - p).clip(min=0) + 1e-8  # the other token's
-    others = q * (q / o).log()
-    return mu * (mu / p).log() + others > (b.args.delta or 0.05)
+    no_mu = (1 - mu).clip(min=0) + 1e-8
+    no_p = (1 - p).clip(min=0) + 1e-8
+    return mu * (mu / p).log() + no_mu * (no_mu / no_p).log() > (b.args.delta or 0.05)
 
 
 def masked(b: Batch) -> Tensor:

@@ -3,9 +3,9 @@
 minirl.py runs on the embedded mixture of experts, at three times the usual learning rate. The
 sampler rounds parameters to 8 bits, and its router then chooses other experts. The gap between μ
 and π_old grows during training. The weight π/μ (`--correct_mismatch`) corrects for it. Routing
-replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap.
-Three more methods run under eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with
-the sampler's rounded parameters.
+replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap. Three more
+methods run under eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with the
+sampler's rounded parameters.
 
 The last two arms have a gap a hundred times as wide, at the usual learning rate. Their sampler has
 three bits (quantised.py). One arm has the weight, the other has not, and held-out problems are

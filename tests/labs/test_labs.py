@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from common.cli import BadInput, broken_rule
 from common.launch import parse
-from common.records.files import as_lines
-from labs import bug, lab
+from labs import lab
 from labs.stresses import SETS, Stress, together
 
 import checks
@@ -192,26 +191,3 @@ def test_tokens_are_counted_up_to_each_evaluation():
     """Two steps of 1,000 and two of 2,000 tokens, measured at steps 0, 2 and 4."""
     run = {"tokens": [1e3, 1e3, 2e3, 2e3], "sampled@": [0, 2, 4], "sampled": [0.2, 0.4, 0.8]}
     assert lab.spent(run) == [0, 2, 6] and lab.at_tokens(run, 4) == pytest.approx(0.6)
-
-
-def test_an_interrupted_bug_hunt_is_repeated_by_the_same_command(tmp_path, monkeypatch):
-    """A run that was stopped leaves nothing behind; one that was finished is not made again."""
-    made, last = [], 1  # the first run is stopped after step 1 of 2
-
-    def process(words: list[str], **_: object) -> object:
-        folder = Path(words[words.index("--run_dir") + 1])
-        folder.mkdir()
-        rows = [{"step": step, "greedy": 0.5} for step in range(last + 1)]
-        (folder / "metrics.jsonl").write_text(as_lines(rows))
-        (folder / "summary.json").write_text("{}")
-        made.append(folder)
-        return bug.subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(bug.subprocess, "run", process)
-    with pytest.raises(BadInput, match="was stopped before its end"):
-        bug.train(ROOT / "grpo.py", tmp_path / "run", "--steps 2")
-    assert not list(tmp_path.iterdir())
-    last = 2
-    bug.train(ROOT / "grpo.py", tmp_path / "run", "--steps 2")
-    bug.train(ROOT / "grpo.py", tmp_path / "run", "--steps 2")
-    assert len(made) == 2 and (tmp_path / "run/summary.json").exists()

@@ -85,6 +85,17 @@ def test_common_has_no_circle():
     TopologicalSorter(asks).prepare()  # raises CycleError, which names the circle
 
 
+def test_the_folders_of_common():
+    """`tasks/` asks for `cli` and `tiny/` alone; of the flat modules only `run` for `records/`."""
+    for path in COMMON:
+        of_common = {name for name in imported(path) if name.startswith("common.")}
+        if path.parent.name == "tasks":
+            outside = {name for name in of_common if not name.startswith("common.tasks.")}
+            assert outside <= {"common.cli", "common.tiny"}, path
+        elif path.parent.name != "records" and path.name != "run.py":
+            assert not any(name.startswith("common.records.") for name in of_common), path
+
+
 def test_common_knows_no_algorithm():
     """It branches on no algorithm's name."""
     names = "|".join(name for name in ALGORITHMS if name != "tool")  # also a role in chats

@@ -156,3 +156,15 @@ def test_flags_that_are_not_given_are_the_runs(moved, monkeypatch):
         args = parse(Args)
         evaluate.prepare(args, World(0, 1, torch.device("cpu")))
         assert (args.max_new_tokens, args.eval_samples, args.eval_problems) == (tokens, samples, 8)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_one_line(measured, tmp_path, capsys, finished):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    shards = next((run / "checkpoints/step_000004/shards").glob("*.distcp"))
+    shards.write_bytes(shards.read_bytes()[:1000])
+    with pytest.raises(SystemExit) as stop:
+        measured(run)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert "step_000004 is damaged or does not fit" in said
