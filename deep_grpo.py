@@ -3,6 +3,15 @@ r"""DEEP-GRPO: branching where a failed response can still be saved.
 Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
 2026, arXiv 2602.14169.
 
+The problem: more responses from the start mostly repeat what is found anyway, although a failed
+response is often right up to some point.
+
+The idea: cut a failed response at one of its own states, the pivot, and sample K new endings there.
+All K start from one state, so comparing them may say more than comparing responses that share only
+the prompt. The pivot should be deep enough to be new (d^γ) and early enough to be saved (σ). σ is a
+logistic regression of "some branch succeeded" on the depth d, and it is fitted during training. In
+our runs branches are right less often than new responses (docs/claims.md).
+
 Objective, token-means over main responses and over branches, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/T_main Σ_main l + λ 1/T_branch Σ_branch l - β (mean k3 over main + mean k3 over branches)
@@ -10,17 +19,13 @@ Objective, token-means over main responses and over branches, with r = π_θ(y_t
     Â = R - mean R,   of a main response over its group of G, of a branch over its K siblings
     a failed response is cut after segment i:  Q(i) ∝ σ(u d_i + v) d_i^γ,   d_i = (i+1)/(segments+1)
 
+R is the reward. T_main and T_branch count the tokens of the two streams; λ weighs the second. π_θ
+is the policy being trained, π_old the policy that generated the responses.
+
 Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
     main: M r Â + k,  branch: λ M r Â + k,  its prefix: 0;    k: grpo.py's β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
-
-The idea: more responses from the start mostly repeat what is found anyway, and a failed response is
-often right up to some point. K new endings from one of its own states search there. As all K start
-from one state, comparing them may say more than comparing responses that share only the prompt. In
-our runs branches are right less often than new responses (docs/claims.md). The cut should be deep
-enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression of "some branch
-succeeded" on the depth d; it is fitted during training.
 
 i = 0 is the bare prompt, the root. It can be drawn, and a response with a single segment has no
 other place to cut. Its K "branches" are then K more answers from the start. At first the embedded
@@ -41,7 +46,7 @@ Run it:
     torchrun deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task gsm8k --prompts_per_step 32 \
         --boundary . --minibatches 1 --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 \
         --save_every 10 --vllm_sleep --vllm_memory 0.55
-    # the paper's batch and lengths, on all of MATH's training set; eight H100s
+    # eight H100s (not yet run on several GPUs); the paper's batch and lengths, on all of MATH
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \
         --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \
         --micro_tokens 8192
@@ -99,7 +104,7 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
     # <own>
     beta: NonNegative = 1e-4
     """β of the KL term; 0 loads no reference model (paper)."""
@@ -117,9 +122,9 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     return centred  # <own>
@@ -127,12 +132,12 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths at which to cut a response: 0 (the root) and all segment ends but the last."""
+    """Return where a response can be cut: at 0 (the root) and at all segment ends but the last."""
     return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
 
 
 def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths d `[count]` of a response's pivots, and Q `[count]` ∝ σ(u d + v) d^γ."""
+    """Return the depths d `[count]` of a response's pivots, and Q `[count]` ∝ σ(u d + v) d^γ."""
     depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: the root's is not 0
     weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
     return depth, weight / weight.sum()
@@ -141,7 +146,7 @@ def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tu
 def choose_pivot(
     response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: Random
 ) -> tuple[int, float]:
-    """Draws from Q how many tokens of a failed response are kept; also returns the depth."""
+    """Draw from Q how many tokens of a failed response are kept. Return this and the depth."""
     cuts = pivots(response, boundaries)
     depth, chances = pivot_distribution(len(cuts), u, v, depth_power)
     i = rng.choices(range(len(cuts)), chances.tolist())[0]
@@ -149,12 +154,11 @@ def choose_pivot(
 
 
 def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
-    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), fitted to (depth, 0 or 1) pairs:
-    minimises Σ log-loss + u²/2.
+    """Fit P(some branch succeeds | depth) = σ(u depth + v) to (depth, 0 or 1) pairs; return (u, v).
 
-    With at most 10 pairs, or if all outcomes are the same, P = 1 everywhere: u = 0, v = ∞.
-    Branches at the root count as well: the root competes with the other pivots in Q, so its chance
-    of success has to be estimated, too.
+    The fit minimises Σ log-loss + u²/2. With at most 10 pairs, or if all outcomes are the same, P
+    is 1 everywhere: u = 0, v = ∞. Branches at the root count as well. The root competes with the
+    other pivots in Q, so its chance of success has to be estimated, too.
     """
     if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
         return 0.0, float("inf")
@@ -171,14 +175,14 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Branches:
-    """New endings for failed responses. In each step `grow` cuts the failed responses after the
-    rewards, samples and scores; `join` puts every branch into its parent's mini-batch.
+    """New endings for failed responses. In each step, after the rewards, `grow` cuts the failed
+    responses, samples and scores; `join` puts every branch into its parent's mini-batch.
 
     Each rank branches from its own responses. The regression uses the outcomes of all ranks.
     """
 
     def __init__(self, args: Args, engine: Engine, task: Task, world: World):
-        # Tokens that end a step
+        # Tokens that end a segment
         texts = task.tokenizer.batch_decode([[token] for token in range(len(task.tokenizer))])
         self.ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
         if not args.boundary or not self.ends:
@@ -194,8 +198,8 @@ class Branches:
 
     @timed("branch")
     def grow(self, rollout: Rollout, rewards: Tensor, problems: list) -> tuple[Rollout, dict]:
-        """Samples K new endings of every failed response. Returns those with an advantage, whose
-        column `origin` is the parent's row of `rollout`; and metrics. `rewards [P, G]`."""
+        """Sample K new endings of every failed response (`rewards [P, G]`). Return the endings with
+        an advantage, whose column `origin` is the parent's row of `rollout`, and metrics."""
         args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
         # Each failed response is cut at one of its pivots, drawn from Q
         failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
@@ -207,7 +211,7 @@ class Branches:
             kept, depth = choose_pivot(responses[row], self.ends, u, v, args.depth_power, rng)
             prefixes.append(responses[row][:kept])
             depths.append(depth)
-        # From each pivot K new endings, all sampled in one batch
+        # Sample K new endings from each pivot, all in one batch.
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
         outcome = self.task.score(grown, parents, K)  # [F, K]
@@ -234,8 +238,8 @@ class Branches:
         return used, stats
 
     def join(self, rollout: Rollout, grown: Rollout) -> list[Rollout]:
-        """The mini-batches: equal shares of the main rows, each with its branches. The column
-        `branch` is 0 on main rows, and T_main / T_branch of the mini-batch on branches."""
+        """Return the mini-batches: equal shares of the main rows, each with its branches. The
+        column `branch` is 0 on main rows, and T_main / T_branch of the mini-batch on branches."""
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         parts = rollout.split(self.args.minibatches)
         for i, part in enumerate(parts):
@@ -249,9 +253,9 @@ class Branches:
 
 
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
-    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
-    (docs/questions.md, question 13)."""
+    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
+    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
+    at first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -261,12 +265,11 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -275,13 +278,13 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     main = branch == 0  # [n]
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     objective = objective * torch.where(main, 1.0, args.branch_weight)[:, None]  # [n, T]: λ
     if args.beta > 0:
         objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
-    # The caller divides by T_main. The factor T_main / T_branch makes the mean of the branches one
+    # The caller divides by T_main. With the factor T_main / T_branch, the branches are averaged
     # over their own tokens.
     per_response = (objective * mask).sum(dim=1) * torch.where(main, 1.0, branch)  # [n]
     return -per_response.sum(), mask[main].sum()  # sum, count
@@ -289,7 +292,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
@@ -299,7 +302,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "branches_used": "branches in the batch",
     "groups_rescued": "failed groups saved by a branch (share)",
@@ -345,13 +348,13 @@ def main(args: Args, world: World) -> None:
         grown, stats = branches.grow(rollout, rewards, problems)  # <own>
         means.add(**stats)  # <own>
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         shares = branches.join(rollout, grown)  # <own>
         minibatches = [balance_tokens(part, world) for part in shares]  # <own>
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -378,7 +381,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -397,7 +400,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -409,9 +412,9 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Four optimiser steps per rollout. The released code (named below) takes one, so its clip never
-#    acts. No dual clip at 3.
-# 2. Only branches with zero advantage are dropped, as main rows stay in GRPO's average. The
+# 1. Four optimiser steps per rollout. The paper's setting (released code): one step on 64 prompts
+#    with 8 responses each, up to 3,072 tokens, lr 1e-6. So its clip never acts. No dual clip at 3.
+# 2. Only branches with zero advantage are dropped, because main rows stay in GRPO's average. The
 #    released code drops all such rows. It also drops a step's branches if fewer than 128 are left;
 #    batches here are too small for that.
 # 3. The regression is a 2-parameter Newton method instead of scikit-learn, with the same penalty:
@@ -419,13 +422,13 @@ if __name__ == "__main__":
 #    and P = 1 again if the latest 10,000 outcomes were all the same.
 # 4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
 #    only the token "." ends one.
-# 5. Each stream is a mean over its tokens, as in the released code. By a summary, the paper's
+# 5. Each stream is a mean over its tokens, as in the released code. A summary says that the paper's
 #    objective averages over responses. The paper trains on MATH's levels 3 to 5.
 #
 # Formulas and sizes are those of the authors' first code (github befocuss/Deep-GRPO 4d45405, 31
 # January 2026). checks/deep_grpo.py has its numbers, and those of AgentCombo/DEEP-GRPO (b49943b, 4
-# July 2026), which version 2 links and where pivots are only an option: by default a teacher
+# July 2026), to which version 2 links. There pivots are only an option: by default a teacher
 # corrects failed responses, and the verified right prefixes become prompts. Its README says why:
-# branches cost much generation, and as the first error is not known, most of them start where all
-# is lost, or where nothing was wrong yet. Not read of the paper (version 2, 12 June 2026): all but
-# the abstract. A summary of version 1 has the same Q, γ = 2, K = 8 and λ = 1, but no ε, β or batch.
+# branches cost much generation, and because the first error is not known, most of them start where
+# all is lost, or where nothing was wrong yet. We read only the paper's abstract (version 2, 12 June
+# 2026). A summary of version 1 has the same Q, γ = 2, K = 8 and λ = 1, but no ε, β or batch.

@@ -3,6 +3,14 @@ r"""Goldilocks RL: a teacher that picks prompts which are neither too easy nor t
 Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse
 Rewards for Reasoning", 2026, arXiv 2602.14868.
 
+The problem: a prompt that the student always or never solves gives no gradient, and its samples are
+wasted. In a large data set no prompt comes back soon, so its difficulty cannot be looked up.
+
+The idea: a teacher f, a second language model, predicts from a prompt's text alone how much it can
+teach, even if it was never tried. K candidates are drawn for each slot of the batch. The one with
+the largest f(q) is taken or, with probability η, a random one. After the rewards, the teacher is
+trained on what the student's groups showed.
+
 Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K candidates:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
@@ -10,23 +18,21 @@ Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K 
     q = argmax f over K candidates,     f(q) = 1/2 σ(u · mean_t h_t(q) + v)
     f is fitted to sqrt(p̂ (1-p̂)),     p̂ the share of right answers in q's own group
 
+h_t are the teacher's last hidden states; it is trained with squared error. R_i is the reward of
+y_i, r = π_θ(y_t)/π_old(y_t) the ratio of a token, and k3 the KL term to π_ref, all as in grpo.py.
+
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-Why f predicts this: let p be the student's chance to solve q. For rewards 0 or 1, on-policy, with
-an infinitely large group and β = 0,
+Why does f predict this quantity? Let p be the student's chance to solve q. For rewards 0 or 1,
+on-policy, with an infinitely large group and β = 0,
 
     |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|
 
-Without std the first factor is p (1-p). This factor is 0 for a prompt that is always or never
-solved, and largest at p = 1/2. The second factor depends on p, too, so the product may peak
-elsewhere. The teacher predicts the first factor from the text of the prompt alone. It is a language
-model with last hidden states h_t, trained with squared error.
-
-K candidates are drawn for each slot of the batch. The one with the largest f(q) is taken or, with
-probability η, a random one. The teacher can score a prompt that was never tried.
+The first factor is 0 for a prompt that is always or never solved, and largest at p = 1/2. (Without
+std in Â it is p (1-p).) The second factor depends on p, too, so the product may peak elsewhere.
 
 Differs from grpo.py in:
 1. The choice of prompts before the rollout; the teacher's update after the rewards. The teacher is
@@ -39,7 +45,7 @@ Run it:
     torchrun goldilocks.py --model Qwen/Qwen2.5-0.5B --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --teacher_lr 1e-5 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # eight H100s
+    # eight H100s (not yet run on several GPUs)
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \
         --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \
         --micro_tokens 8192
@@ -99,7 +105,7 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
     # <own>
     beta: NonNegative = 0.01
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
@@ -121,12 +127,12 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -138,12 +144,12 @@ class Teacher(torch.nn.Module):
     def __init__(self, backbone: torch.nn.Module):
         super().__init__()
         self.lm, self.head = backbone, torch.nn.Linear(backbone.config.hidden_size, 1)
-        # At first all f are 1/4
+        # At first every f is 1/4.
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
-        """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
+        """Return f `[n]`, in (0, 1/2), of right-padded `sequences [n, S]` with `lengths [n]`."""
         hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
         real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
         mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
@@ -151,13 +157,13 @@ class Teacher(torch.nn.Module):
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of the
-    rewards, also of partial ones. A group all wrong or all right gives 0 and is learned, too."""
+    """Return sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`, the population standard deviation of
+    the rewards, also of partial ones. All wrong or all right gives 0, which is learned, too."""
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
 class Choice(NamedTuple):
-    """What a slot of the batch is filled with."""
+    """The problem that fills a slot of the batch, and how it was chosen."""
 
     problem: Problem
     above: float  # f of the problem, minus the mean f of the candidates
@@ -165,8 +171,8 @@ class Choice(NamedTuple):
 
 
 def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[Choice]:
-    """Fill each slot: with the best candidate by `values [B, K]`, or with probability `explore` a
-    random one. A prompt is taken twice only if its slot has no other."""
+    """Fill each slot with its best candidate by `values [B, K]` or, with probability `explore`,
+    with a random one. A prompt is taken twice only if its slot has no other."""
     above = values - values.mean(dim=1, keepdim=True)  # [B, K]
     chosen, taken = [], set()
     for scores, better, problems in zip(values.tolist(), above.tolist(), candidates):
@@ -181,11 +187,11 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
 
 
 class Curriculum:
-    """Chooses the student's prompts. In each step `choose` asks the teacher for f(q) of all
+    """The choice of the student's prompts. In each step `choose` asks the teacher for f(q) of all
     candidates before the rollout. After the rewards `learn` trains the teacher on their values.
 
-    The ranks divide the teacher's work and share the results. All ranks have the same values, make
-    the same choice and keep the same window.
+    The ranks divide the teacher's work and share the results, so all of them have the same values,
+    make the same choice and keep the same window.
     """
 
     def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
@@ -206,8 +212,8 @@ class Curriculum:
         self.window = state["window"]
 
     def choose(self, step: int) -> list[Choice]:
-        """Fill the B slots of a step, those of all ranks: each with the one of K candidates with
-        the largest f(q), or with a random one."""
+        """Fill the B slots of a step, those of all ranks: each with the candidate of the largest
+        f(q) among K, or with a random one."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
@@ -221,14 +227,14 @@ class Curriculum:
         return select(values, pool, explore, self.rng)
 
     def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
-        """Add the learning values of all ranks' prompts to the window and update the teacher;
-        `rewards [P, G]` are this rank's. Returns metrics as pairs (sum, count)."""
+        """Add the learning values of all ranks' prompts to the window, update the teacher, and
+        return metrics as pairs (sum, count). `rewards [P, G]` are this rank's."""
         observed = gather(learning_value(rewards), self.world).cpu()  # [B]
         ids = [choice.problem.prompt_ids for choice in chosen]
         self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
         known = len(self.window) >= self.args.teacher_batch
         for _ in range(self.args.teacher_updates if known else 0):
-            # Squared error on random rows of the window, divided over the ranks
+            # Squared error on random rows of the window, which the ranks divide among them.
             rows = self.rng.sample(self.window, self.args.teacher_batch)
             share = rows[self.world.rank :: self.world.size]
             targets = torch.tensor([observed for _, observed in share], device=self.world.device)
@@ -247,12 +253,12 @@ class Curriculum:
 
     @timed("teacher")
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
-        """f(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (f - target)²."""
-        # A batch of prompts without responses
+        """Return f(q) of prompts `[n]`. With `targets [n]`, add the gradient of Σ (f - target)²."""
+        # A batch of prompts without responses.
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
         for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
-            # Without rows, where another rank has some left: a pass that nothing is taken from
+            # If only another rank has rows left, this one runs a pass and takes nothing from it.
             micro = batch.rows(rows if len(rows) else slice(1))
             with torch.set_grad_enabled(targets is not None):
                 f = self.teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)
@@ -263,9 +269,9 @@ class Curriculum:
 
 
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
-    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
-    (docs/questions.md, question 13)."""
+    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
+    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
+    at first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -275,32 +281,31 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     if args.beta > 0:
         objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
@@ -309,7 +314,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     # </own>
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
@@ -349,12 +354,12 @@ def main(args: Args, world: World) -> None:
 
         means.add(**curriculum.learn(chosen, rewards))  # <own>
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -381,7 +386,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -400,7 +405,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
@@ -415,11 +420,11 @@ if __name__ == "__main__":
 # 1. K, η, the window and the teacher's optimiser, batch and learning rates are ours (no public code
 #    gives them). So are one tournament per slot and no repeated prompt in a batch.
 # 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
-# 3. The paper streams through OpenMathReasoning (3M problems). The command above draws 64 x 16
-#    candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
+# 3. The paper's setting: a stream of 3 million problems (OpenMathReasoning). The command above
+#    draws 64 x 16 candidates per step from MATH's 7,500, so prompts come back after seven steps.
 # 4. f averages the last hidden states and has a bias; summaries say only w · MeanPool(Embed(q)).
 #
-# Not read of the paper (version 2, 8 May 2026): all but the abstract and the start of the
-# introduction. f, its target, the choice, the sliding window, the 2 of 8 GPUs and the gradient law
-# are from two summaries of version 1 (16 February 2026). Neither has f's bias v, K, η, the window's
-# size, learning rates or the std. The std here (sample, + 1e-6) is GRPO's usual one.
+# We read only the abstract and the start of the introduction (version 2, 8 May 2026). f, its
+# target, the choice, the sliding window, the 2 of 8 GPUs and the gradient law are from two
+# summaries of version 1 (16 February 2026). Neither has f's bias v, K, η, the window's size,
+# learning rates or the std. The std here (sample, + 1e-6) is GRPO's usual one.

@@ -3,26 +3,32 @@ r"""GRPO: Group Relative Policy Optimization.
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
 2024, arXiv 2402.03300.
 
+The problem: a policy gradient has to compare the reward of a response with the reward that could be
+expected. PPO predicts it with a second model, the value network, which must be trained, too.
+
+The idea: sample a group of responses to each prompt, and compare each reward with the mean of the
+group. Responses above the mean become more likely, responses below it less likely, and no value
+network is needed. Two parts of the objective limit how far the policy moves. The clip removes the
+gradient of a token that has already become likely enough in a good response, or unlikely enough in
+a bad one. The KL term keeps the policy near the model before training, so that it does not forget
+what it could do before.
+
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1   (never negative; its mean over samples of π_θ is the KL)
 
+R_i is the reward of y_i, |y_i| its number of tokens, and Â_i its advantage, the same for all its
+tokens. π_θ is the policy being trained, π_old the policy that generated the responses, and π_ref
+the model before training. r, the importance ratio, tells how far a token has moved since sampling.
+
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-R_i is the reward of y_i and |y_i| its number of tokens. π_θ is the policy being trained, π_old the
-policy that generated the responses, and π_ref the model before training.
-
-PPO compares a reward with the prediction of a second model, the value network. GRPO compares it
-with the mean reward of the group. The clip removes the gradient of a token that has become likely
-enough (Â > 0 and r > 1 + `--clip_high`) or unlikely enough (Â < 0 and r < 1 - `--clip_low`). The KL
-term keeps the policy near π_ref, so that it does not forget what it could do before.
-
-This is the base file. Every other file repeats it, except for the lines marked `# <own>`. What
+This is the base file. The other eight repeat it, except for the lines marked `# <own>`. How it
 differs from the paper stands at the end of each file.
 
 Run it:
@@ -31,7 +37,7 @@ Run it:
     torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # eight H100s, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
+    # eight H100s (not yet run on several GPUs); 64 x 16 = 1024 responses (paper: 1024, G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
@@ -85,7 +91,7 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
     kl_ratio: bool = False  # <own>
@@ -93,21 +99,21 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """The KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), its *gradient* belongs to
-    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). Skip this at first
-    (docs/questions.md, question 13)."""
+    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
+    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
+    at first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -117,32 +123,31 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     if args.beta > 0:
         objective = objective - args.beta * k3(args, logp, batch)  # [n, T]
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
@@ -151,7 +156,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     # </own>
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
 
 
@@ -186,12 +191,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -220,7 +225,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -241,7 +246,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -254,12 +259,12 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. The paper does not state ε. 0.2 is PPO's value, and customary.
-# 2. std is the sample standard deviation (divided by G-1) plus 1e-6, as in verl. TRL also divides
-#    by G-1. The paper does not say what it divides by. Dividing by G would make every advantage
-#    sqrt(G/(G-1)) times larger (7% at G = 8). AdamW cancels such a constant factor, except through
-#    `--grad_clip`, its epsilon, and the balance with the KL term.
-# 3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model must
-#    move far from π_ref to learn its task.
+# 2. std is the sample standard deviation plus 1e-6, as in verl. It divides by G-1, like TRL; the
+#    paper does not say. Dividing by G would make every advantage sqrt(G/(G-1)) times larger (7% at
+#    G = 8). AdamW cancels such a constant factor, except through `--grad_clip`, its epsilon and the
+#    balance with the KL term.
+# 3. β is 0.04 in the paper. Here it is 0.01, because the small model must move far from π_ref to
+#    learn its task.
 # 4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes
 #    one. With one step, r is always 1 and the clip never acts.
 # 5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With
@@ -267,3 +272,7 @@ if __name__ == "__main__":
 #    bound r at 3 for these tokens (a dual clip).
 # 6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
 #    step is skipped.
+#
+# DeepSeek-R1 was trained with GRPO in another setting: ε = 10, β = 0.001, a learning rate of 3e-6,
+# 16 mini-batches from one rollout of 8,192 responses, and a new π_ref every 400 steps. Its printed
+# objective has one ratio for the whole response, where DeepSeekMath has one for each token.

@@ -3,29 +3,35 @@ r"""GSPO: Group Sequence Policy Optimization.
 Zheng et al. (Qwen team), "Group Sequence Policy Optimization",
 2025, arXiv 2507.18071.
 
+The problem: GRPO rewards a whole response, but corrects for old samples with one ratio per token.
+Each token ratio is a single sample of an importance weight. So, the paper argues, it adds noise,
+and more of it in longer responses and in mixtures of experts.
+
+The idea: a response has one reward, so it gets one ratio, too. s_i is the geometric mean of its
+token ratios. The mean makes s_i so steady that its clip is some 600 times narrower than GRPO's. The
+clip removes whole responses, and so many more tokens than GRPO's. In the paper GSPO still learns
+faster; here it needs more tokens (docs/claims.md). Question 38 of docs/questions-more.md has the
+objection to the paper's argument.
+
 Objective, for G responses y_i to one prompt, with one ratio s_i for each response:
 
     J = 1/G Σ_i min(s_i Â_i, clip(s_i, 1-ε_low, 1+ε_high) Â_i)
     Â_i = (R_i - mean R) / std R
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
+R_i is the reward of y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy being
+trained, π_old the policy that generated the responses.
+
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     M_i s_i Â_i / |y_i|
     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
 
-The paper argues so: the reward is for a whole response, so the ratio that corrects for old samples
-should belong to the whole response, too. GRPO's token ratios, each a single sample of an importance
-weight, add noise, more in longer responses and in mixtures of experts (the objection is question 38
-of docs/questions-more.md). The mean of the log ratios over a response makes s_i so steady that its
-clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens than GRPO.
-In the paper it still learns faster; here it needs more tokens (docs/claims.md).
-
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
 2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by
-   about 1e-2. Over a thousand tokens this noise averages out to this ε, over a hundred tokens to
-   three times as much. So train short responses with `--dtype float32`.
+   about 1e-2. In the mean over a thousand tokens this noise shrinks to about ε. Over a hundred
+   tokens it is three times as large. So train short responses with `--dtype float32`.
 3. No KL term, no reference model.
 
 Run it:
@@ -34,7 +40,7 @@ Run it:
     torchrun gspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # eight H100s
+    # eight H100s (not yet run on several GPUs)
     torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
@@ -92,19 +98,19 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def sequence_ratio(logp: Tensor, batch: Rollout) -> Tensor:
-    """s `[n]`: the likelihood ratio of the response, taken to the power 1/|y|, so that one ε fits
+    """Return s `[n]`, the likelihood ratio of each response to the power 1/|y|, so that one ε fits
     short and long responses. exp of the SUM would be the plain ratio, which is astronomically large
     or small after 100 tokens."""
     log_ratio = (logp - batch.old_logp) * batch.mask  # [n, T]: padding must not enter the mean
@@ -113,20 +119,19 @@ def sequence_ratio(logp: Tensor, batch: Rollout) -> Tensor:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
     A_i = batch.advantages  # [n]
     s = sequence_ratio(logp, batch)  # [n]
     clipped = s.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n]
-    # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token. It has the same value
-    # and, with one advantage per response, the same gradient. It is for advantages that differ
+    # And the paper's GSPO-token? It writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token. With one
+    # advantage per response, value and gradient are the same. It is for advantages that differ
     # between a response's tokens.
     objective = torch.minimum(s * A_i, clipped * A_i)  # [n]
     return -objective.sum(), mask.new_tensor(len(mask))  # sum, count
@@ -134,7 +139,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
     A_i = batch.advantages  # [n]
@@ -158,7 +163,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "clip_share": "responses clipped (share)",
     "token_clip_share": "tokens that GRPO would clip (share)",
@@ -196,12 +201,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -223,7 +228,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -242,7 +247,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -254,6 +259,7 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
+# 1. Model, data and the run's size. The paper's setting: Qwen3-30B-A3B-Base after a cold start, and
+#    four mini-batches per rollout, which is also the default here.
 # 2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
-#    as we know no numbers of the paper's.
+#    because we know no values from the paper.

@@ -3,6 +3,15 @@ r"""MASPO: Mass-Adaptive Soft Policy Optimization.
 Fu et al. (Meituan), "MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability
 for Robust and Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550.
 
+The problem: GRPO's clip removes the whole gradient of a token outside it, and its ε is the same for
+likely and rare tokens. At probability 0.01 a ratio of 1.5 moves half a percent of the probability
+mass; at 0.9 it is impossible. So one ε for both restrains rare tokens too much.
+
+The idea: change three things in the clip. First, a soft gate F lowers the gradient of a token that
+GRPO clips, but does not remove it. Second, the gate's width σ grows as π_old falls, so a rare token
+may move by a larger ratio. Third, a clear success (large Â) may move further and a clear failure
+less, because pushing down is held to be riskier.
+
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/Σ|y_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
@@ -10,15 +19,12 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     σ = m (1 + β_pos Â)  for Â > 0,   m / (1 - β_neg Â)  for Â < 0   (the factor within [0.1, 10])
     m = σ_base / π_old^α   within [σ_base, σ_high]
 
+R_i is the reward of response y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy
+being trained, π_old the policy that generated the responses. sg[F] is F without its gradient.
+
 Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's tokens:
 
     F r Â          (F is detached: it lowers the gradient and has none of its own)
-
-MASPO changes three things in GRPO's clip. First, a soft gate lowers the gradient of a token that
-GRPO clips, but does not remove it. Second, the width depends on probability mass. At probability
-0.01 a ratio of 1.5 moves half a percent of the mass; at 0.9 it is impossible. One ε for both
-restrains rare tokens too much, so σ grows as π_old falls. Third, a clear success (large Â) may move
-further, a clear failure less, as pushing down is held to be riskier.
 
 Differs from grpo.py in:
 1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a
@@ -32,7 +38,7 @@ Run it:
     torchrun maspo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # the paper's model, data and batch (group and length are ours), on eight H100s
+    # eight H100s (not yet run on several GPUs); the paper's model, data, batch; our group, length
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \
         --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192
@@ -98,19 +104,19 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def gate_widths(args: Args, batch: Rollout) -> Tensor:
-    """σ `[n, T]`: the rarer the token and the larger its advantage, the wider."""
+    """Return σ `[n, T]`. The gate is wider for a rarer token and for a larger advantage."""
     A = batch.advantages[:, None]  # [n, 1]
     width = args.sigma_base / batch.old_logp.exp() ** args.alpha  # [n, T]: by probability mass
     width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
@@ -119,7 +125,7 @@ def gate_widths(args: Args, batch: Rollout) -> Tensor:
 
 
 def gates(args: Args, ratio: Tensor, batch: Rollout) -> Tensor:
-    """F `[n, T]` of the ratios r `[n, T]`, between 0 and 1."""
+    """Return F `[n, T]`, between 0 and 1, of the ratios r `[n, T]`."""
     outward = batch.advantages[:, None] * (ratio - 1) > 0  # [n, T]: away from π_old
     narrowed = (-((ratio - 1) ** 2) / (2 * gate_widths(args, batch) ** 2)).exp()  # [n, T]
     return torch.where(outward, narrowed, 1.0)  # [n, T]: the way back is never gated
@@ -127,19 +133,18 @@ def gates(args: Args, ratio: Tensor, batch: Rollout) -> Tensor:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     # Detached, as in the authors' code, though their README calls the gate differentiable. With its
-    # derivative the weight would be Â r F (1 - r (r - 1) / σ²): negative beyond r = 1.618 (σ = 1).
+    # derivative the weight would be Â r F (1 - r (r - 1) / σ²), negative beyond r = 1.618 at σ = 1.
     F = gates(args, ratio.detach(), batch)  # [n, T]
     objective = F * ratio * A  # [n, T]
     return -(objective * mask).sum(), mask.sum()  # token mean: all count the same
@@ -147,7 +152,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
@@ -172,7 +177,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
     "grpo_cut_share": "tokens that GRPO would cut (share)",
@@ -211,12 +216,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -238,7 +243,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -257,7 +262,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -269,12 +274,14 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Four mini-batches per rollout; the paper takes 16.
+# 1. Four mini-batches per rollout. The paper's setting: a batch of 512 in mini-batches of 32, so 16
+#    optimiser steps per rollout.
 # 2. The normaliser of the displayed objective could not be checked; token-mean is the default of
-#    the authors' code. The bounds of σ are their code's, too; the formula of their README has none.
+#    the authors' code. The bounds of σ are also from their code; the formula in their README has no
+#    bounds.
 # 3. No clamp of log r to ±20 (their code); it only acts on a ratio that has exploded.
 #
 # Formulas, constants and the std (sample, + 1e-6) are those of the authors' code (github
-# FlyTune/MASPO-RL 22b4681, 20 April 2026), whose numbers checks/maspo.py has. Not read of the paper
-# (version 3, 18 April 2026; ACL 2026): all but the abstract. Its batch of 512 in mini-batches of
-# 32, no KL term and the detached gate are from summaries.
+# FlyTune/MASPO-RL 22b4681, 20 April 2026), whose numbers checks/maspo.py has. We read only the
+# abstract of the paper (version 3, 18 April 2026; ACL 2026): its batch, mini-batches, missing KL
+# term and detached gate are from summaries.

@@ -3,30 +3,36 @@ r"""MiniRL: the first-order view of policy gradients, with its two discrepancies
 Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices",
 2025, arXiv 2512.01374.
 
+The problem: the true objective is the expected reward of whole responses, but a loss is a sum over
+tokens. This sum is the first-order approximation of the objective. It is exact where the policy π_θ
+equals the sampler μ, and good only while the two are close. Two discrepancies separate them:
+
+    π_θ/μ  =  π_old/μ  (train-inference discrepancy: same weights, other numerics)
+              x  π_θ/π_old  (staleness)
+
+The idea: keep the two apart. The weight π_θ/μ corrects for both; the mask M stops a token whose
+staleness alone is too large. Masking on π_θ/μ or weighting by r mixes the two up, which is the
+usual mistake. Dividing by the response's length breaks the approximation even at π_θ = μ.
+
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
     J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), 5)] Â log π_θ(y_t) ]
     Â = R - mean R  (of the group; no std),     r = π_θ(y_t)/π_old(y_t)
     M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
+R is the reward of y, Â its advantage. π_θ is the policy being trained, and π_old has the weights
+that sampled, evaluated by the trainer. sg[x] is x without gradient.
+
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â
 
-The true objective is the expected reward of whole responses. The sum over tokens is its first-order
-approximation. It is exact where π_θ = μ and good while the two are close. Two discrepancies
-separate them, and their product is the weight:
-
-    π_θ/μ  =  π_old/μ  (train-inference discrepancy: same weights, other numerics)
-              x  π_θ/π_old  (staleness)
-
-The weight corrects for both; the mask stops a token whose staleness alone is too large. Masking on
-π_θ/μ or weighting by r mixes the two up, which is the usual mistake. Dividing by the response's
-length breaks the approximation even at π_θ = μ.
-
-In a mixture of experts, either discrepancy may send a token to other experts, that is, through
-other weights. Routing replay fixes the selection, and the router keeps its gradient. R2 replays the
-trainer's choice under π_old, R3 the sampler's choice.
+In a mixture of experts, a router scores the experts of each layer and sends a token to the best k.
+Either discrepancy may send it to other experts, that is, through other weights. Routing replay
+fixes the choice. R2 replays what the trainer chose under π_old, recorded in the pass for old_logp.
+R3 replays what the sampler chose, which the engine reports with its tokens. Only the result of the
+router's `torch.topk` is replaced: the experts' weights come from the current scores at the recorded
+indices, so the router keeps its gradient (common/scale/routing.py).
 
 Differs from grpo.py in:
 1. Advantages without std, a sum over tokens without a length, -log π with a detached weight instead
@@ -43,7 +49,7 @@ Run it:
     torchrun minirl.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # 32 H100s, with experts
+    # 32 H100s, with experts (not yet run on several GPUs)
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \
         minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \
@@ -110,27 +116,26 @@ class Args(Flags):
     length_norm: bool = False
     """True: divide by the response's length, the paper's ablation."""
     routing_replay: Literal["none", "r2", "r3"] = "none"
-    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
-    experts only)."""
+    """Experts to replay in a mixture of experts: r2 the trainer's under π_old, r3 the sampler's."""
     # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
 
 
 # <own>
 def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
+    """Return (tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
-    # A row at a time: the columns are on the CPU, and sort's indices are eight times as large.
+    # Why row by row? The columns are on the CPU, and sort's indices are eight times as large.
     for end, *row in zip(fed.tolist(), batch.sampler_experts, trainer_experts):
         sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
         differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
@@ -138,19 +143,18 @@ def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Ten
 
 
 def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """π_θ/μ `[n, T]`, before its cap, without gradient."""
+    """Return π_θ/μ `[n, T]` before its cap, without gradient."""
     behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
     return (logp.detach() - behaviour).exp()  # [n, T]
 
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -163,14 +167,14 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
     uncapped = importance_weight(args, logp, batch)  # [n, T]
@@ -183,7 +187,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "weight_max": "largest weight π_θ/μ, before its cap",
@@ -231,12 +235,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # <own>
         for minibatch in minibatches:
             if args.routing_replay == "r3":  # in π_old's own evaluation, too
@@ -264,7 +268,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -281,7 +285,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -295,15 +299,15 @@ if __name__ == "__main__":
 # Differs from the paper in:
 # 1. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
 # 2. A sum over tokens exceeds `--grad_clip 1` at nearly every step (norms of 0.9 to 16 here). So
-#    steps with large gradients weigh less than without it. Adam cancels a constant scale, not this
-#    one.
+#    steps with large gradients weigh less than without it. Adam cancels a constant scale, but not
+#    this one.
 # 3. `--no_correct_mismatch` is the paper's ablation only with one mini-batch, where r is 1.
-# 4. The paper's responses have up to 32,768 tokens.
+# 4. The paper's setting: Qwen3-30B-A3B-Base after a cold start, up to 32,768 tokens, and N = 1, 2,
+#    4 or 8 mini-batches per rollout, each of 64 prompts with 16 responses.
 #
 # R3 narrows both gaps, but from the start it trains with a routing that the model would not choose.
-# In the paper, R3 brings nothing with N = 1 mini-batch per rollout. With more, training needs both
-# the mask and replay: R2 is better at N = 2, R3 is needed at N = 4 (the default here) and 8, where
-# R2 collapses.
+# In the paper, R3 brings nothing at N = 1. At larger N training needs both the mask and replay: R2
+# is better at N = 2, R3 is needed at N = 4 (the default here) and 8, where R2 collapses.
 #
-# Not read of the paper (version 3, 3 December 2025): the curves in its figures. Its text gives no
+# We did not read the curves in the paper's figures (version 3, 3 December 2025). Its text gives no
 # learning rate, optimiser or gradient clip, and names no released code.

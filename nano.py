@@ -1,7 +1,7 @@
 """GRPO from prompt to gradient on one page: python nano.py (half a minute on one core).
 
 A model samples a group of responses to each prompt, and a verifier pays 1 point for a right answer.
-A response with more points than its group's mean becomes more likely, one with fewer less likely.
+A response above the mean of its group becomes more likely, and a response below it less likely.
 grpo.py has the same gradient, and what a real run needs: flags, ranks, vLLM, evaluation, resume.
 """
 
@@ -19,7 +19,7 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
 
 def draw_problem() -> tuple[str, str]:
-    """A prompt like `7*8-9+6=` and its answer, `53`: from left to right, modulo 100."""
+    """Return a prompt like `7*8-9+6=` and its answer `53`, from left to right, modulo 100."""
     prompt = value = random.choice("0123456789")
     for _ in range(random.randint(1, 6)):
         prompt += random.choice("+-*") + random.choice("0123456789")
@@ -29,7 +29,7 @@ def draw_problem() -> tuple[str, str]:
 
 @torch.no_grad()
 def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """G responses to each prompt: sequences `[N, S]`; mask `[N, S-1]`, 1 where a sample follows."""
+    """Sample G responses per prompt: sequences `[N, S]`; mask `[N, S-1]`: 1 if a sample follows."""
     padded = tokenizer(prompts, padding="max_length", max_length=S, return_tensors="pt")
     sequences = padded["input_ids"].repeat_interleave(G, dim=0)  # [N, S]: pads stand on the right
     ends = padded["attention_mask"].sum(dim=1).repeat_interleave(G)  # [N]: tokens so far
@@ -48,13 +48,13 @@ def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]
 
 
 def log_probs(policy: PreTrainedModel, sequences: Tensor) -> Tensor:
-    """log π of each next token: `[n, S-1]`. A place sees only what is to its left: never a pad."""
+    """Return log π of each next token `[n, S-1]`. A place sees only what is to its left: no pad."""
     logp = policy(sequences).logits.log_softmax(dim=-1)  # [n, S, V]
     return logp[:, :-1].gather(-1, sequences[:, 1:, None])[..., 0]  # [n, S-1]
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]; 0 if all are right, or wrong
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -62,7 +62,7 @@ def advantages(rewards: Tensor) -> Tensor:
 def policy_loss(
     logp: Tensor, old_logp: Tensor, ref_logp: Tensor, A: Tensor, mask: Tensor
 ) -> Tensor:
-    """Minus the objective: the mean over responses of the mean over their tokens."""
+    """Return minus the objective: the mean over responses of the mean over their tokens."""
     ratio = (logp - old_logp).exp()  # [n, S-1]: 1 in the first optimiser step on a rollout
     clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]: ε = 0.2; no gradient outside this range
     k3 = (ref_logp - logp).exp() - (ref_logp - logp) - 1  # [n, S-1]: estimates the KL to π_ref

@@ -3,6 +3,16 @@ r"""SAPO: Soft Adaptive Policy Optimization.
 Gao et al. (Qwen team), "Soft Adaptive Policy Optimization",
 2025, arXiv 2511.20347.
 
+The problem: GRPO's clip has a hard edge. A token just inside it counts fully, and a token just
+outside teaches nothing at all.
+
+The idea: replace the clip by a smooth gate. It is 1 at r = 1 and falls as the ratio leaves 1 in
+either direction, so no token ever loses its whole gradient. The weight is the gate times r, so it
+still grows up to r = 2 (to 1.57 Â) before it falls. A larger τ makes the gate narrower. The paper
+takes τ_neg > τ_pos, because pushing a sampled token down raises the logits of all other tokens, and
+it holds most of those to be nonsense. Here the order of the two made no difference beyond the seeds
+(docs/claims.md).
+
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/G Σ_i 1/|y_i| Σ_t f(r) Â_i
@@ -13,19 +23,14 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-GRPO's clip has a hard edge: a token just inside counts fully, one just outside not at all. SAPO's
-gate, the sech² above, is smooth. It falls as the ratio leaves 1 in either direction, and no token
-ever loses its whole gradient. With the r in front, the weight still grows up to r = 2 (to 1.57 Â)
-before it falls. A larger τ makes the gate narrower. The paper takes τ_neg > τ_pos: pushing a
-sampled token down raises the logits of all other tokens, most of which it holds to be nonsense.
-Here the order of the two made no difference beyond the seeds (docs/claims.md).
-
-The value of the loss has no meaning: f(1) = 2/τ, only its gradient is normalised. Do not multiply f
-by r or detach it: f replaces the ratio, and its derivative is the gate.
+R_i is the reward of y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy being
+trained, π_old the policy that generated the responses. σ is the logistic function, and sech² the
+gate, f'(r). The value of the loss has no meaning: f(1) = 2/τ, and only the gradient is normalised.
+Do not multiply f by r or detach it: f replaces the ratio, and its derivative is the gate.
 
 Differs from grpo.py in:
-1. The soft gate instead of min and clip. It is still for single tokens. Where the tokens of a
-   response move together, it acts approximately like a gate on GSPO's sequence ratio.
+1. The soft gate instead of min and clip. It still acts on single tokens. If the tokens of one
+   response move together, it acts approximately like a gate on GSPO's ratio of the whole response.
 2. No KL term, no reference model.
 
 Run it:
@@ -34,7 +39,7 @@ Run it:
     torchrun sapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # eight H100s
+    # eight H100s (not yet run on several GPUs)
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
@@ -90,31 +95,30 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def temperatures(args: Args, batch: Rollout) -> Tensor:
-    """τ `[n, 1]` by the sign of Â."""
+    """Return τ `[n, 1]`, which depends on the sign of Â."""
     A = batch.advantages[:, None]  # [n, 1]
     return torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
 
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -123,14 +127,14 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     tau = temperatures(args, batch)  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
     # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
@@ -146,7 +150,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
     "gate_pos": "gate where Â > 0 (1: open)",
@@ -185,12 +189,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -212,7 +216,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -231,7 +235,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -243,7 +247,8 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
+# 1. Model, data and the run's size. The paper's setting: Qwen3-30B-A3B after a cold start, and four
+#    mini-batches per rollout, which is also the default here.
 # 2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
-#    as we know no numbers of the paper's.
+#    because we know no values from the paper.
 # 3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.

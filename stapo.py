@@ -3,39 +3,46 @@ r"""STAPO: Spurious-Token-Aware Policy Optimization.
 Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare
 Spurious Tokens", 2026, arXiv 2602.15620.
 
+The problem: a right response may contain a spurious token. It was very unlikely for the model, at a
+place where the model was sure of another token. The authors hold that such a token did not help,
+but it is rewarded like the rest of the response, and with the largest gradient.
+
+The idea: find these tokens by their probability and by the entropy at their place, and leave them
+out of the loss. What remains is GRPO's clipped loss, averaged over the tokens that are left.
+
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
     Â_i = (R_i - mean R) / std R
     I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1    (both of π_θ now, no gradient)
 
+R_i is the reward of response y_i, Â_i its advantage. π_θ is the policy being trained, π_old the
+policy that generated the responses. τ_p is a small probability, H_t the entropy of π_θ where y_t
+was drawn, and τ_h a quantile of these entropies over the mini-batch.
+
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
     I M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch. A spurious
-token was very unlikely for the model, at a place where the model was sure of another token, in a
-response that was right all the same. The authors hold that it did not help, but is rewarded, and
-with the largest gradient. Theorem 3.1 is about the gradient with respect to the logits a, with c
-the weight above:
+Why is the gradient of such a token the largest? Theorem 3.1 is about the gradient with respect to
+the logits a, with c the weight above and V the size of the vocabulary:
 
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
 
-V is the size of the vocabulary. These are bounds, not a proportionality. They are largest for a low
-probability together with a low entropy.
+These are bounds, not a proportionality. Both are largest at a low probability and a low entropy.
 
-The mask cannot tell a slip from a discovery. In lab junk one rare token decides the reward: with
-STAPO it stays at probability 0.001 in all 20 seeds, and with GRPO it is learned in all of them. In
-runs of the tiny model the mask hardly acts: it silences some two tokens in half a million.
+The mask cannot tell a slip from a discovery. In lab junk one rare token decides the reward. STAPO
+keeps it at probability 0.001 in all 20 seeds; GRPO learns it in all of them. In runs of the tiny
+model the mask hardly acts: it silences some two tokens in half a million.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the kept tokens.
 2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe on
    which the paper builds).
-3. One more forward pass per mini-batch: τ_h is a quantile over the whole of it, which must be known
-   before the first gradient.
+3. One more forward pass per mini-batch: τ_h is a quantile over the whole mini-batch, so it must be
+   known before the first gradient.
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
@@ -43,7 +50,7 @@ Run it:
     torchrun stapo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # the paper's batch and lengths, on eight H100s
+    # the paper's batch and lengths, on eight H100s (not yet run on several GPUs)
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \
         --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7
@@ -106,40 +113,40 @@ class Args(Flags):
     """A token below this probability may be spurious (paper); a larger value finds more of them."""
     # <own>
     entropy_rule: Literal["all", "candidates"] = "all"
-    """Tokens over whose entropies τ_h is a quantile: all (paper, versions 1 to 3), or candidates,
-    which are those below tau_p in right responses (paper, version 4)."""
+    """Whose entropies τ_h is a quantile of: all tokens (paper, versions 1 to 3), or candidates, the
+    tokens below tau_p in right responses (paper, version 4)."""
     entropy_quantile: Share = 0.8
-    """all: the quantile; tokens of a lower entropy may be spurious (paper, versions 1 to 3)."""
+    """The quantile for all: tokens of lower entropy may be spurious (paper, versions 1 to 3)."""
     candidate_quantile: Share = 0.75
-    """candidates: the quantile; candidates of a lower entropy are spurious (paper, version 4)."""
+    """The quantile for candidates: those of lower entropy are spurious (paper, version 4)."""
     # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def entropy_threshold(args: Args, entropy: Tensor) -> Tensor:
-    """τ_h: the quantile of the entropies `[M]` that `--entropy_rule` looks at."""
+    """Return τ_h, a quantile of the entropies `[M]` of the tokens that `--entropy_rule` selects."""
     quantile = args.entropy_quantile if args.entropy_rule == "all" else args.candidate_quantile
     values = entropy.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    # Without any candidate there is no quantile. A τ_h of 0 silences nothing.
+    # Without any candidate no quantile exists. A τ_h of 0 silences nothing.
     return entropy.new_tensor(numpy.quantile(values, quantile) if len(values) else 0.0)
 
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `spurious` `[m, T]` of a mini-batch: True on the tokens to silence.
 
-    They are candidates, which are the improbable tokens of right responses, where the policy was
-    sure of another token. τ_h is a quantile over the mini-batch of all ranks.
+    Candidates are the improbable tokens of right responses. They are spurious if the policy was
+    sure of another token: if the entropy is below τ_h, a quantile over the mini-batch of all ranks.
     """
     mask = batch.mask.bool()  # [m, T]
     improbable = batch.logp.exp() < args.tau_p  # [m, T]
@@ -154,12 +161,11 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -173,7 +179,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     spurious = batch.spurious  # [n, T]
     return {
@@ -186,7 +192,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "silenced_share": "tokens silenced (share)",
     "silenced_prob": "their probability",
@@ -225,12 +231,12 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs, in mini-batches of whole groups. In each, the ranks exchange rows until they
-        # have about equally many tokens.
+        # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
+        # they have about the same number of tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
@@ -258,7 +264,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -277,7 +283,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -289,19 +295,22 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The rule for τ_h is that of versions 1 to 3. `--entropy_rule candidates` is that of version 4
-#    (of version 5 we know the abstract): the 75% quantile over the low-probability tokens of right
-#    responses. It needs large mini-batches, because a single such token is never below its own
-#    quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none held two that
-#    differ. With --tau_p 0.05, each rule silenced two tokens of 155,000 (50 steps, seed 1).
-# 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text fits one reading:
-#    the top 20% by entropy are always kept, τ_h = quantile(H, 0.80). (It says that the bottom 80%
-#    of low-entropy tokens is masked, and that going from 20% to 80% shrinks the candidates.)
-#    quantile(H, 0.20) is often quoted, but wrong. It is also our reading that the quantile is over
-#    all response tokens: they only say "mini-batch".
-# 3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens are in
-#    no gradient. std R divides by G - 1. The paper does not say so, but the advantages of its
-#    examples show it (2.47 for the only right response of eight).
+# 1. The rule for τ_h is the one of versions 1 to 3. `--entropy_rule candidates` is the one of
+#    version 4 (we know only the abstract of version 5): the 75% quantile over the low-probability
+#    tokens of right responses. It needs large mini-batches, because a single such token is never
+#    below its own quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none
+#    held two different candidates. With --tau_p 0.05, each rule silenced two tokens of 155,000
+#    (50 steps, seed 1).
+# 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Only one reading fits their
+#    text: the top 20% by entropy are always kept, so τ_h = quantile(H, 0.80). (They say that the
+#    bottom 80% of low-entropy tokens is masked, and that going from 20% to 80% shrinks the
+#    candidates.) quantile(H, 0.20) is often quoted, but wrong. They say only "mini-batch", so it is
+#    our reading that the quantile is over all response tokens.
+# 3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens have no
+#    gradient. std R divides by G - 1. The paper does not say so, but the advantages of its examples
+#    show it (2.47 for the only right response of eight).
+# 4. Model, data and the run's size. The paper's setting: 256 prompts with 8 responses each, four
+#    mini-batches, up to 15,360 tokens, AdamW at lr 1e-6 after 10 steps of warm-up.
 #
 # The authors find that about one token in ten thousand is enough to destroy a run, and that
 # silencing it loses no signal. Versions 4 and 5 report an average gain over GRPO, 80/20 and JustRL

@@ -3,25 +3,36 @@ r"""VCPO: Variance-Controlled Policy Optimization.
 Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
 ICML 2026 (PMLR v306), arXiv 2602.17616.
 
-Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
+The problem: asynchronous training learns from responses of older weights. Importance weights w
+keep the gradient unbiased, but its variance is high: a few responses with a large w dominate it.
+
+The idea: take smaller steps when the variance is high, and lower it. The effective sample size ESS
+says how many responses the batch is really worth. When it falls, the learning rate falls with its
+square root, as for a smaller batch under Adam. The baseline b is chosen for the least variance:
+responses with large weights and large gradients count most in it. (Any b leaves the gradient
+unbiased, because E[w g] = 0. With equal weights and norms, b is GRPO's group mean.)
+
+Objective, for B responses y_i that were sampled from μ, the weights of k updates ago:
 
     J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t)
     Â_i = (R_i - b) / std R,     b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group
     g_i = ∇ Σ_t log π_θ(y_t),     ĝ_i = g_i/|y_i|
     lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the batch
 
+R_i is the reward of y_i, |y_i| its number of tokens. π_θ is the policy being trained, and sg[x] is
+x without gradient. lr keeps its full value as long as ρ is at least ρ_on. b is the best baseline of
+the plain estimate Σ w g (R - b). J cuts the weights and divides the gradients by the length, so for
+J this b is not optimal (see the end).
+
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
 
-Asynchronous training learns from responses of older weights. Importance weights make the estimate
-unbiased, but its variance is high: a few responses with a large w dominate the step. ESS counts how
-many responses the batch is really worth. When ESS falls, the learning rate falls with its square
-root, as for a smaller batch under Adam. In the baseline b, responses with large weights and large
-gradients count most. This b gives the plain estimate Σ w g (R - b) the least variance; E[w g] = 0,
-so any b is allowed. With equal weights and norms, b is GRPO's group mean. The objective above is
-another estimate: it cuts the weights and divides the gradients by the length. For it, b is not
-optimal (see the end).
+How is |g_i| found without a backward pass for each response? One backward pass of Σ_i Σ_t log π_θ
+brings to every linear map y = W x the gradient d_s at its output, at each place s of each response.
+The part of g_i at W is Σ_s d_s x_sᵀ over the places of response i. A hook adds the squared norm of
+this part to |g_i|² and drops the part. So one pass gives the norms of a whole micro-batch, and the
+batch's gradient is never formed (common/scale/norms.py, which treats other layers likewise).
 
 Differs from grpo.py in:
 1. A queue. The first `--lag` steps only fill it. Over as many more steps, the age of a batch grows
@@ -30,9 +41,7 @@ Differs from grpo.py in:
 2. No π_old, no ratio clip, no KL term: each response has one weight, against the sampler's
    log-probs.
 3. The baseline and the learning rate, as above; one optimiser step per batch.
-4. One more pass before each update, because b needs the gradient norm of every response. One
-   backward pass gives the norms of a whole micro-batch, without any weight gradient
-   (common/scale/norms.py). The update is then grpo.py's loop.
+4. One more pass before each update, for the norms. The update is then grpo.py's loop.
 
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
@@ -41,7 +50,7 @@ Run it:
     torchrun vcpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
-    # the paper's batch, lag and lengths on MATH, on eight H100s
+    # the paper's batch, lag and lengths on MATH, on eight H100s (not yet run on several GPUs)
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \
         --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \
         --gradient_checkpointing
@@ -111,12 +120,12 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -.58, -.58, -.58]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.73, -.58, -.58, -.58]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing.
     # <own>
     # The population's std, as in the authors' code. baseline_shift adds the baseline b.
@@ -125,32 +134,32 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w of whole responses `[n]`: the sum over their tokens, not the mean."""
+    """Return log w of each response `[n]`: the sum over its tokens, not the mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
 
 
 def truncated(args: Args, log_w: Tensor) -> Tensor:
-    """min(w, 8), finite for any log w."""
+    """Return min(w, 8), which is finite for any log w."""
     return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
 
 
 def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, always finite."""
+    """Return ρ = ESS/B = (Σ w)² / (B Σ w²) from log w `[B]`. It is always finite."""
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
-    """b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; `[..., G]` -> `[...]`.
+    """Return b of each group, in units of Â: Σ w²|g|² Â / Σ w²|g|², `[..., G]` -> `[...]`.
 
-    (R - b)/std = Â - shift, since Â is (R - mean)/std. It is computed in log space, as w² can
-    overflow after a hundred tokens.
+    (R - b)/std = Â - shift, because Â is (R - mean)/std. The shares are computed in log space,
+    because w² can overflow after a hundred tokens.
     """
     share = torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=-1)  # [..., G]
     return (share * advantages).sum(dim=-1)
 
 
 def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) -> Tensor:
-    """`baseline_shift` of every response's group `[n]`; all ranks call it together."""
+    """Return `baseline_shift` of each response's group `[n]`. All ranks must call it together."""
     A = batch.advantages.view(-1, args.group_size)  # [P, G]
     shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
     if args.optimal_baseline:
@@ -172,8 +181,7 @@ class Stale:
         self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
     def exchange(self, batch: list[Rollout]) -> list[Rollout]:
-        """Put this step's batch in and take out the batch that is due; empty while the queue
-        fills."""
+        """Put this step's batch in and return the batch that is due; [] while the queue fills."""
         self.queue.append(batch)
         return self.queue.popleft() if len(self.queue) > self.lag else []
 
@@ -192,12 +200,11 @@ class Stale:
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
@@ -209,7 +216,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     log_w = log_weight(logp, batch.rollout_logp, batch.mask)  # [n]
     weights = log_w.clamp(max=20).exp()  # [n]
@@ -221,7 +228,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "lr_damping": "reduction of the learning rate (share)",
     "ess_ratio": "effective sample size (share of the batch)",
@@ -265,7 +272,7 @@ def main(args: Args, world: World) -> None:
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
-        # not use them: its weights are against μ, what the sampler reported, and correct for
+        # not use them: its weights compare with μ, which the sampler reported, and so correct for
         # staleness and engine at once. The sampler check needs them.
         # <own>
         # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
@@ -278,7 +285,7 @@ def main(args: Args, world: World) -> None:
         means.add(**run.check_sampler(minibatches))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
-        # fills there is none: the step trains on nothing and logs what it sampled.
+        # fills, no batch is due: the step trains on nothing and logs what it sampled.
         # <own>
         sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step
@@ -307,7 +314,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -316,7 +323,7 @@ def main(args: Args, world: World) -> None:
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
-            # A count of 0: nothing is logged
+            # With a count of 0 nothing is logged.
             means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
@@ -332,7 +339,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -344,9 +351,9 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. b is weighted by w²|g|², as in the paper. The released code has min(w, 8)² w² |g|², as its g
-#    already contains the weight. For rewards 0 or 1, equally likely, in groups of 16 and a standard
-#    deviation of 1.2 of log w, this moves b by 0.08 (median), and by up to 0.5.
+# 1. b is weighted by w²|g|², as in the paper. The released code has min(w, 8)² w² |g|², because its
+#    g already contains the weight. For rewards 0 or 1, equally likely, in groups of 16 and a
+#    standard deviation of 1.2 of log w, this moves b by 0.08 (median), and by up to 0.5.
 # 2. ESS is computed in log space. In the released code w overflows float32 at log w > 88, which
 #    long responses can reach. ESS is then NaN, min(1, NaN) is 1, and nothing is damped. Its ε of
 #    1e-8 stops learning if all weights are small: of 512 responses, all with log w = -10, -12 or
@@ -355,13 +362,15 @@ if __name__ == "__main__":
 #    largest lag, and its rollouts are partial: several versions can write one response.
 # 4. A model is refused if the norm pass does not support one of its parts (experts). It can be
 #    trained with `--no_optimal_baseline`, which takes the group's mean for b.
+# 5. The paper's setting on MATH (authors' scripts): 32 prompts with 16 responses each, one step per
+#    batch, up to 2,048 tokens, lr 1e-6. On GSM8K: 8 prompts with 8 responses each.
 #
 # Here and in the released code b is applied to min(w, 8) g/|y|, for which it is not the best
 # baseline. We enumerated all answers of 40 small random tasks. On-policy, the variance is a fifth
-# above the least possible one (median), and above that of the plain group mean in 27 tasks;
-# off-policy in 16.
+# above the least possible one (median). It is above the variance of the plain group mean in 27 of
+# the tasks; off-policy in 16.
 #
 # Formulas and constants are those of the authors' code (github mit-han-lab/vcpo c7f030f, 2 March
-# 2026), whose numbers checks/vcpo.py has. Not read of the paper (version 2, same day): all but the
-# abstract and quotations of sections 3.2, 3.3, 3.5 and appendix E.2 (w²|g|² in b, the square root,
-# ESS of uncut weights, the cut at 8). The std and 1/|y| are from the authors' scripts.
+# 2026), whose numbers checks/vcpo.py has; std and 1/|y| are from the authors' scripts. We read only
+# the paper's abstract (version 2, same day) and quotations of sections 3.2, 3.3, 3.5 and appendix
+# E.2 (w²|g|² in b, the square root, ESS of uncut weights, the cut at 8).

@@ -2,16 +2,16 @@
 
 `checks/NAME.py` states the loss of NAME.py a second time, from the paper's formula, in float64:
 
-- `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
+- `objective(b)` returns J of a `Batch`, which is a mean, and the number of things it averages;
 - `statistics(b)` returns what `measures` returns, as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
-- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each.
-  Where `PER_TOKEN` is set, that code divides by all tokens, and the file by something else;
+- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each. If
+  `PER_TOKEN` is set, that code divides by all tokens, but the file by something else;
 - `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
   student's file). They raise AssertionError if the module is wrong, and their docstring states the
   rule. Most of them compare with sums over all outcomes;
-- `MUTANTS`, of some files, are damages: name -> (text that is in the file once, its replacement).
-  At least one check must fail on each. They are also the mistakes that the grader can name.
+- `MUTANTS`, which some files have, are damages: name -> (text that is in the file once, its
+  replacement). At least one check must fail on each. The grader names them as possible mistakes.
 """
 
 import functools
@@ -36,7 +36,7 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 
 @functools.cache  # so that a check is the same function every time
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
-    """All checks and the mutants of an algorithm, by its file's stem."""
+    """Return all checks and the mutants of an algorithm, by its file's stem."""
     if not Path(__file__).with_name(f"{algorithm}.py").exists():
         states = f"objective, statistics and CASES of {algorithm}.py"
         raise LookupError(f"write checks/{algorithm}.py: {states} (checks/sapo.py is a short one)")
@@ -48,7 +48,7 @@ def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
 
 
 def replaced(path: Path, old: str, new: str) -> str:
-    """A file's text with `old` replaced, which must be there once."""
+    """Return a file's text with `old` replaced, which must occur once (else LookupError)."""
     source = path.read_text(encoding="utf-8")
     if source.count(old) != 1:
         raise LookupError(f"{path.name} has {source.count(old)} times {old!r}")
@@ -56,12 +56,12 @@ def replaced(path: Path, old: str, new: str) -> str:
 
 
 def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
-    """The module with one piece of its source replaced."""
+    """Return the module with one piece of its source replaced."""
     return module_from(replaced(Path(module.__file__), old, new), module)
 
 
 def module_from(source: str, module: ModuleType) -> ModuleType:
-    """A module of this source in the place of another."""
+    """Return a module of this source that stands in for another."""
     mutant = ModuleType(f"{module.__name__}_mutant")
     sys.modules[mutant.__name__] = mutant  # dataclasses look their module up
     mutant.__file__ = module.__file__
@@ -70,7 +70,7 @@ def module_from(source: str, module: ModuleType) -> ModuleType:
 
 
 def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
-    """The checks that fail on the module, one by one."""
+    """Yield the checks that fail on the module, one by one."""
     for check in checks:
         try:
             check(module)
@@ -82,10 +82,11 @@ def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
 
 
 class Batch(SimpleNamespace):
-    """What an objective is a function of, in float64.
+    """The arguments of an objective, in float64.
 
-    `logp` (with gradient), `old`, `mu`, `ref`: log-probs of π_θ, π_old, μ and π_ref; `entropy` and
-    `mask`; all `[n, T]`. `A` `[n]`. `args`: the flags. Further columns have their names in Rollout.
+    `logp` (with gradient), `old`, `mu` and `ref` are the log-probs of π_θ, π_old, μ and π_ref.
+    They, `entropy` and `mask` are `[n, T]`, `A` is `[n]`. `args` are the flags. Further columns
+    have the same names as in Rollout.
     """
 
     @property
@@ -94,7 +95,7 @@ class Batch(SimpleNamespace):
 
 
 def z_score(R: Tensor) -> Tensor:
-    """Advantages `[P, G]` of most files: with the sample standard deviation."""
+    """Return advantages `[P, G]` as most files do: with the sample standard deviation."""
     return (R - R.mean(-1, keepdim=True)) / (R.std(-1, keepdim=True) + 1e-6)
 
 
@@ -103,18 +104,18 @@ def without_mean(R: Tensor) -> Tensor:
 
 
 def response_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-    """The mean over responses of the means over their tokens (0 without one), and the number of
-    responses."""
+    """Return the mean over responses of the means over their tokens (0 for a response without any),
+    and the number of responses."""
     return ((x * mask).sum(1) / mask.sum(1).clip(min=1)).mean(), len(mask)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over all tokens, and their number."""
+    """Return the mean over all tokens, and their number."""
     return (x * mask).sum() / mask.sum(), mask.sum()
 
 
 def clipped(r: Tensor, A: Tensor, args: object) -> Tensor:
-    """PPO: min(r A, clip(r) A)."""
+    """Return PPO's min(r A, clip(r) A)."""
     return torch.minimum(r * A, r.clip(1 - args.clip_low, 1 + args.clip_high) * A)
 
 
@@ -123,26 +124,26 @@ def surrogate(b: Batch) -> Tensor:
 
 
 def k3(b: Batch) -> Tensor:
-    """π_ref/π_θ - log(π_ref/π_θ) - 1; with `--kl_ratio` times r, through which gradients flow."""
+    """Return π_ref/π_θ - log(π_ref/π_θ) - 1. `--kl_ratio` multiplies it by r, with its gradient."""
     plain = (b.ref - b.logp).exp() - (b.ref - b.logp) - 1
     return b.r * plain if b.args.kl_ratio else plain
 
 
 def both_streams(b: Batch, x: Tensor, mask: Tensor, mean: Callable) -> tuple[Tensor, Tensor]:
-    """The mean over main rows and the mean over branches, added up; the count of the main rows."""
+    """Return the mean over main rows plus the mean over branches, and the main rows' count."""
     is_branch = b.branch > 0
     J, count = mean(x[~is_branch], mask[~is_branch])
     return J + mean(x[is_branch], mask[is_branch])[0], count
 
 
 def share(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A mean over the tokens of the mask, as a pair (sum, count)."""
+    """Return a mean over the tokens of the mask, as a pair (sum, count)."""
     return (x * mask).sum(), mask.sum()
 
 
 def cut_shares(b: Batch, A: Tensor, name: str = "clip") -> dict[str, tuple]:
-    """Of all response tokens: those that lose their gradient by PPO's clip, and these by the side
-    on which r is: above 1 + ε for Â > 0, below 1 - ε for Â < 0."""
+    """Return the share of response tokens that lose their gradient by PPO's clip, in all and by the
+    side on which r is: above 1 + ε for Â > 0, below 1 - ε for Â < 0."""
     above, below = (A > 0) & (b.r > 1 + b.args.clip_high), (A < 0) & (b.r < 1 - b.args.clip_low)
     sides = {"share": above | below, "above": above, "below": below}
     return {f"{name}_{side}": share(tokens, b.mask) for side, tokens in sides.items()}
@@ -162,10 +163,11 @@ def clip_statistics(b: Batch) -> dict[str, tuple]:
 
 
 def busy_batch() -> dict[str, Tensor]:
-    """Nine responses of 1 to 6 tokens, two of them cut off, with all that some file reads: rare and
-    sure tokens; ratios on both sides of every bound; Â > 0 in four, < 0 in three, 0 in two. Its
-    padding has values that every count would include: ratios that moved outward, likely and rare
-    tokens; and in the last column zeros, as a batch of a run has."""
+    """Return nine responses of 1 to 6 tokens, two of them cut off, with every column that any file
+    reads. They hold rare and sure tokens, and ratios on both sides of every bound; Â is > 0 in
+    four, < 0 in three and 0 in two. A file that forgets the mask is found, because the padding has
+    values that every count would include: ratios that moved outward, likely and rare tokens. The
+    last column has zeros, as in a batch of a run."""
     generator = torch.Generator().manual_seed(3532)
     lengths, padding = torch.tensor([6, 3, 4, 2, 5, 3, 4, 6, 1]), torch.arange(7) == 6
     mask = (torch.arange(7) < lengths[:, None]).double()
@@ -196,8 +198,8 @@ def busy_batch() -> dict[str, Tensor]:
 
 
 def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
-    """Flags, log π_θ with gradient and columns of the busy batch: what `policy_loss` gets for a
-    whole mini-batch."""
+    """Return what `policy_loss` gets for a whole mini-batch, here the busy batch: the flags, log
+    π_θ with gradient, and the columns."""
     args = replace(module.Args(), **flags)
     columns = busy_batch()
     columns["logp"].requires_grad_()
@@ -211,14 +213,14 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
 
 
 def written(args: object, batch: Rollout) -> Batch:
-    """A batch of the file as a `Batch` of its objective."""
+    """Return a batch of the file as a `Batch` of its objective."""
     names = {"old": "old_logp", "mu": "rollout_logp", "ref": "ref_logp", "A": "advantages"}
     columns = {short: getattr(batch, name) for short, name in names.items()}
     return Batch(args=args, **vars(batch) | columns)
 
 
 def agree(spec: ModuleType) -> list[Callable]:
-    """The checks that `policy_loss` is what checks/NAME.py states, under each of its CASES."""
+    """Return the checks that the file agrees with checks/NAME.py, under each of its CASES."""
 
     def compare(module: ModuleType, divisions: list) -> None:
         for flags in spec.CASES:
@@ -242,7 +244,7 @@ def agree(spec: ModuleType) -> list[Callable]:
 
     def check_parts_add_up(module: ModuleType) -> None:
         """The sums of any micro-batches, divided once by their count, are the whole batch's J. One
-        of them may have no rows, where another rank has more."""
+        of them may have no rows, because another rank has more."""
         compare(module, [[[0, 3, 6], [1, 4, 7], [2, 5, 8]], [[5], [], [2, 4, 7], [0, 1, 3, 6, 8]]])
 
     def check_statistics(module: ModuleType) -> None:
@@ -266,7 +268,7 @@ def agree(spec: ModuleType) -> list[Callable]:
 
 
 def matches(spec: ModuleType) -> Callable:
-    """The check that `policy_loss` has other people's numbers."""
+    """Return the check that `policy_loss` gives the same numbers as other people's code."""
 
     def check_fixture(module: ModuleType) -> None:
         """Value and gradient on a toy batch are those of other implementations (losses.json)."""
@@ -286,8 +288,8 @@ def matches(spec: ModuleType) -> Callable:
 
 
 def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
-    """Raises AssertionError with the name, the found and the expected number, if the two differ by
-    more than the tolerance. For tensors, it names the place with the largest difference."""
+    """Raise AssertionError if found and expected differ by more than the tolerance. The message has
+    the name, both numbers and, for tensors, the place with the largest difference."""
     found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
     assert found.shape == expected.shape, (
         f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
@@ -303,10 +305,10 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
 
 
 def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Rollout]:
-    """log π_θ and the batch of a whole mini-batch with these columns.
+    """Return log π_θ and the batch of a whole mini-batch with these columns.
 
-    Of what is not given, μ is π_old, the entropy 0, no row is a branch and no token is working. The
-    column that the file's `choose_tokens` writes is computed from these rows.
+    If nothing else is given, μ is π_old, the entropy is 0, no row is a branch and no token belongs
+    to a working. The column that the file's `choose_tokens` writes is computed from these rows.
     """
     logp, A, mask = columns["logp"], columns["advantages"], columns["mask"]
     usual = {
@@ -330,44 +332,44 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
 
 
 def terms(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and count of `policy_loss` on a whole mini-batch, see `mini_batch`."""
+    """Return sum and count of `policy_loss` on a whole mini-batch (see `mini_batch`)."""
     return module.policy_loss(args, *mini_batch(module, args, **columns))
 
 
 def measured(module: ModuleType, args: object, **columns: Tensor) -> dict[str, tuple]:
-    """The pairs of `measures` on a whole mini-batch, see `mini_batch`."""
+    """Return the pairs of `measures` on a whole mini-batch (see `mini_batch`)."""
     logp, batch = mini_batch(module, args, **columns)
     return module.measures(args, logp.detach(), batch)
 
 
 def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> Tensor:
-    """The loss, a mean."""
+    """Return the loss, which is a mean."""
     total, count = terms(module, args, **tensors)
     return total / count
 
 
 def loss_and_gradient(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss and its gradient by log π `[n, T]`."""
+    """Return the loss and its gradient with respect to log π `[n, T]`."""
     logp = tensors["logp"].detach().requires_grad_()
     loss = loss_of(module, args, **tensors | {"logp": logp})
     return loss.detach(), torch.autograd.grad(loss, logp)[0]
 
 
 def no_kl(module: ModuleType, **flags: object) -> object:
-    """The file's Args, without a KL term if the file has one."""
+    """Return the file's Args with these flags. If the file has a KL term, β is 0."""
     return replace(
         module.Args(), **({"beta": 0.0} if hasattr(module.Args(), "beta") else {}), **flags
     )
 
 
 def one(*values: float) -> Tensor:
-    """[1, n] in float64."""
+    """Return a row `[1, n]` in float64."""
     return torch.tensor([values], dtype=torch.float64)
 
 
 def toy_batch() -> dict[str, Tensor]:
-    """The fixture's batch: six responses, many of whose tokens are beyond every clip; entropies
-    that fall from 3.6 to 0.1."""
+    """Return the fixture's batch: six responses with many tokens beyond every clip. The entropies
+    fall from 3.6 to 0.1."""
     inputs = FIXTURE["inputs"]
     batch = {
         name: torch.tensor(inputs[name], dtype=torch.float64)
@@ -381,7 +383,7 @@ def toy_batch() -> dict[str, Tensor]:
 def weight(
     module: ModuleType, ratio: float, advantage: float, old: float = 1.0, **flags: object
 ) -> Tensor:
-    """The gradient weight on ∇ log π of a one-token response with this ratio and π_old = `old`."""
+    """Return the gradient weight on ∇ log π of a one-token response with this ratio and π_old."""
     old_logp = one(old).log()
     columns = {"logp": old_logp + one(ratio).log(), "old_logp": old_logp}
     columns |= {"advantages": one(advantage)[0], "mask": one(1.0)}
@@ -391,8 +393,8 @@ def weight(
 def advantages_match(
     module: ModuleType, case: str, tolerance: float, rule: Callable[[Tensor], Tensor]
 ) -> None:
-    """Advantages of the fixture's rewards equal those of its case. Those of a large group, where
-    an advantage may be large, follow the rule."""
+    """Compare the advantages of the fixture's rewards with its case, and the advantages of a large
+    group, in which one of them is large, with the rule."""
     numbers = FIXTURE["advantages"]
     rewards = torch.tensor(numbers["rewards"], dtype=torch.float64)
     found = module.advantages(rewards.clone())
@@ -408,15 +410,15 @@ POLICIES = ([1, 7, 3, 4, 2, 3], [12, 2, 1, 1, 2, 2], [1, 1, 1, 15, 1, 1])  # how
 
 
 def every_sample(draws: list[int]) -> tuple[Tensor, Tensor]:
-    """A "group" that holds every outcome of a policy in exact proportion, so that there is no
-    sampling noise: the outcome of each row `[n]`. And log π of each outcome."""
+    """Return a "group" without sampling noise, which holds every outcome of a policy in exact
+    proportion: the outcome of each row `[n]`; and log π of each outcome."""
     probabilities = torch.tensor(draws).double() / sum(draws)
     return torch.arange(len(draws)).repeat_interleave(torch.tensor(draws)), probabilities.log()
 
 
 def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
-    """The statistics equal these (sum, count) pairs. A count of None marks a maximum or a sum that
-    is not divided."""
+    """Compare the statistics with these (sum, count) pairs. A count of None marks a maximum, or a
+    sum that is not divided."""
     for name, (total, count) in expected.items():
         assert name in stats, f"{name} is missing from what measures returns"
         pair = stats[name]
@@ -430,12 +432,13 @@ def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """The z-score of the group with the sample standard deviation (divide by G - 1) plus 1e-6."""
+    """The advantage is the z-score in its group, with the sample standard deviation (divide by G -
+    1) plus 1e-6."""
     advantages_match(module, "ddof1_eps1e-6", 1e-8, z_score)
 
 
 def check_centred_advantages(module: ModuleType) -> None:
-    """The reward minus the group's mean, nothing else."""
+    """The advantage is the reward minus the group's mean, and nothing else."""
     advantages_match(module, "mean_only", 1e-12, without_mean)
 
 

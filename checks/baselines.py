@@ -11,7 +11,7 @@ objective, statistics, CASES = justrl.objective, justrl.statistics, justrl.CASES
 
 
 def advantages(R: Tensor) -> Tensor:
-    """RLOO: each minus the mean of the others."""
+    """Return RLOO's advantages: each reward minus the mean of the others."""
     G = R.shape[-1]
     return R - (R.sum(-1, keepdim=True) - R) / (G - 1)
 
@@ -21,15 +21,15 @@ SIZES = torch.tensor([[4.0, 2, 1, 1], [2, 2, 2, 2], [8, 8, 8, 8], [1, 3, 5, 7]])
 
 
 def whitened(values: Tensor) -> Tensor:
-    """With mean 0 and standard deviation 1 over all tokens."""
+    """Return the values with mean 0 and standard deviation 1 over all tokens."""
     tokens = values.flatten().repeat_interleave(SIZES.flatten().long())
     return (values - tokens.mean()) / (tokens.std() + 1e-6)
 
 
 def check_rules(module: ModuleType) -> None:
-    """none: R. rloo, the default: R minus the mean of the others. maxrl: (R - p) / p, 0 if none is
-    right. scalerl: R - p over the batch's standard deviation of it. batch, group: R and R - p,
-    whitened over the batch's tokens."""
+    """Advantages are, with p the group's mean: none: R. rloo, the default: R minus the mean of the
+    others. maxrl: (R - p) / p, 0 if none is right. scalerl: R - p over its standard deviation in
+    the batch. batch and group: R and R - p, whitened over the batch's tokens."""
     p = R.mean(1, keepdim=True)
     rules = {"none": R, "rloo": advantages(R), "batch": whitened(R), "group": whitened(R - p)}
     rules["scalerl"] = (R - p) / ((R - p).std() + 1e-6)
@@ -49,7 +49,8 @@ def check_equal_rewards(module: ModuleType) -> None:
 
 
 def check_metrics(module: ModuleType) -> None:
-    """apart: mean |Â - (R - mean R)|; idle_push: the share of Σ |Â| in zero-variance groups."""
+    """apart is the mean of |Â - (R - mean R)|, idle_push the share of Σ |Â| in zero-variance
+    groups."""
     A, p = module.advantages(R, "batch"), R.mean(1, keepdim=True)
     expected = {"apart": ((A - (R - p)).abs().sum(), 16)}
     expected["idle_push"] = A[1:3].abs().sum(), A.abs().sum()

@@ -10,12 +10,12 @@ from . import CENTRED, Batch, clipped, cut_shares, near, no_kl
 
 
 def token_advantages(b: Batch) -> Tensor:
-    """`[n, T]`: those of the working on its tokens, those of the answer on the rest."""
+    """Return advantages `[n, T]`: the working's on its tokens, the answer's on the rest."""
     return b.working * b.working_advantages[:, None] + (1 - b.working) * b.A[:, None]
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """A mean over the working plus a mean over the answer, if there is one."""
+    """J has a mean over the working plus a mean over the answer, which is 0 without an answer."""
     x, J = clipped(b.r, token_advantages(b), b.args), 0.0
     for block in (b.mask * b.working, b.mask * (1 - b.working)):
         J = J + (x * block).sum(1) / block.sum(1).clip(min=1)
@@ -37,16 +37,16 @@ EXPECTED["outcome"] = torch.tensor([[1 / 3, 1 / 3, -2 / 3, -1 / 2, 1 / 2, 0], [0
 
 
 def check_baselines(module: ModuleType) -> None:
-    """No baseline, the mean of the batch, of the group, or of the answers whose working has the
-    same reward (the last one of the first group is alone)."""
+    """The baseline is 0, the mean of the batch, of the group, or of the answers whose working has
+    the same reward. (In the last case the last answer of the first group is alone.)"""
     for name, expected in EXPECTED.items():
         A = module.answer_advantages(no_kl(module, baseline=name), ANSWER, WORKING, ALONE)
         near(A, expected, name, 1e-6)
 
 
 def check_working(module: ModuleType) -> None:
-    """The working ends with the last marker (here 9); without one there is no answer; padding is
-    neither. (tests/loop holds what the verifier sees of both.)"""
+    """The working ends with the last marker (here 9). Without a marker all is working. Padding
+    belongs to neither block. (tests/loop checks what the verifier sees of both.)"""
     tokens = torch.tensor([[5, 9, 5, 9, 4, 9], [5, 5, 5, 5, 9, 9]])
     mask = (torch.arange(6) < torch.tensor([[5], [4]])).float()
     working = module.working_mask(SimpleNamespace(tokens=tokens, mask=mask), 9)

@@ -9,7 +9,7 @@ from . import CENTRED, FIXTURE, Batch, near, no_kl, share, terms
 
 
 def bounded(args: object, ratio: Tensor) -> Tensor:
-    """w as a function of π/μ."""
+    """Return w as a function of π/μ."""
     if args.weight == "tis":
         return ratio.clip(max=args.w_high)
     if args.weight == "icepop":
@@ -18,14 +18,15 @@ def bounded(args: object, ratio: Tensor) -> Tensor:
 
 
 def inside(args: object, pi: Tensor, mu: Tensor, A: Tensor) -> Tensor:
-    """DPPO's M: 0 where π is beyond δ of μ in the direction of A (or in both); 1 without δ."""
+    """Return DPPO's M: 0 where π is beyond δ of μ in the direction of A (or in both); 1 without
+    δ."""
     if args.two_sided:
         return ((pi - mu).abs() <= (args.delta or torch.inf)).double()
     return (A.sign() * (pi - mu) <= (args.delta or torch.inf)).double()
 
 
 def coefficients(b: Batch) -> Tensor:
-    """c `[n, T, K]`: on the K tokens μ w - α π, where α π is μ w in the tail."""
+    """Return c `[n, T, K]`: μ w - α π on the K tokens, with α π equal to μ w in the tail."""
     p, q = b.top_logp.detach().exp(), b.sampler_top.exp()
     rho = (1 - q.sum(-1)).clip(1e-6) / (1 - p.sum(-1)).clip(1e-6)
     alpha = rho * bounded(b.args, rho.reciprocal())
@@ -39,7 +40,7 @@ def sampled_weight(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """The sum over tokens of Â (w log π - Σ c log π), without a gradient through w and c."""
+    """J is the sum over tokens of Â (w log π - Σ c log π), without a gradient through w and c."""
     score = sampled_weight(b) * b.logp
     if b.args.centre_top > 0:
         score = score - (coefficients(b) * b.top_logp).sum(-1)
@@ -47,8 +48,8 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; weight_max is the largest π/μ before its bound, centred half of the
-    sum of |c|, tail what the sampler gives to other tokens than its K."""
+    """Means are over all response tokens. weight_max is the largest π/μ before its bound, centred
+    half of the sum of |c|, tail the sampler's probability of other tokens than its K."""
     ratio = (b.logp.detach() - b.mu).exp()
     pairs = {
         "weight": share(sampled_weight(b), b.mask),
@@ -69,7 +70,7 @@ V = 8  # tokens of the enumerated place
 
 
 def place(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of π with gradient, μ, and the reward of each of V tokens, at one prefix."""
+    """Return, for V tokens at one prefix, the logits of π with gradient, μ, and rewards."""
     generator = torch.Generator().manual_seed(seed)
     logits, noise, A = torch.randn(3, V, generator=generator, dtype=torch.float64)
     return logits.requires_grad_(), (logits.detach() + noise).softmax(0), A + 0.7
@@ -78,8 +79,8 @@ def place(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def mean_gradient(
     module: ModuleType, logits: Tensor, mu: Tensor, A: Tensor, K: int, **flags: object
 ) -> Tensor:
-    """The mean of the file's gradient by the logits over all tokens that μ may sample: each is a
-    row, which counts with its probability."""
+    """Return the file's gradient with respect to the logits, in the mean over all tokens that μ may
+    sample. Each token is a row, which counts with its probability."""
     log_pi, ids = logits.log_softmax(0), mu.topk(K).indices
     columns = {
         "logp": log_pi[:, None],
@@ -95,9 +96,9 @@ def mean_gradient(
 
 
 def parts(logits: Tensor, mu: Tensor, A: Tensor, args: object) -> tuple[Tensor, Tensor]:
-    """Drift and covariance of A and the scores s = w ∇ log π under μ: E_y[A(y) E_v[s(v)]], and
-    E_y[A(y) (s(y) - E_v[s(v)])]. Without δ they are E[A] E[s] and E[(A - E[A]) s]. With it w(v)
-    depends on the sign of A(y)."""
+    """Return drift and covariance of A and the scores s = w ∇ log π under μ: E_y[A(y) E_v[s(v)]],
+    and E_y[A(y) (s(y) - E_v[s(v)])]. Without δ they are E[A] E[s] and E[(A - E[A]) s]. With δ,
+    w(v) depends on the sign of A(y)."""
     pi = logits.detach().softmax(0)
     drift = covariance = 0.0
     for y in range(V):
@@ -109,8 +110,8 @@ def parts(logits: Tensor, mu: Tensor, A: Tensor, args: object) -> tuple[Tensor, 
 
 
 def check_drift_and_covariance(module: ModuleType) -> None:
-    """With K = vocabulary: without centring the mean gradient is drift + covariance, with it the
-    covariance; for every weight."""
+    """With K = vocabulary, the mean gradient is drift + covariance without centring, and the
+    covariance alone with it. This holds for every weight."""
     for seed in range(5):
         for flags in WEIGHTS:
             case = f" {flags}, seed {seed}"
@@ -122,8 +123,8 @@ def check_drift_and_covariance(module: ModuleType) -> None:
 
 
 def check_drift_of_the_mask(module: ModuleType) -> None:
-    """With w = π/μ inside DPPO's mask, no gradient in the mean is drift but that of the masked
-    tokens, and it moves each of them back to μ: this is what the centring removes."""
+    """With w = π/μ inside DPPO's mask, the drift is the mean gradient of the masked tokens alone.
+    It moves them back to μ, and this is what the centring removes."""
     flags = {"weight": "tis", "w_high": 1e9, "delta": 0.03}
     for seed, sign in ((0, 1.0), (1, -1.0), (2, 1.0)):
         logits, mu, A = place(seed)

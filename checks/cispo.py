@@ -6,13 +6,14 @@ from . import ZSCORES, Batch, cut_shares, share, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """Every token keeps its gradient, with a weight min(r, cap) without one."""
+    """Every token keeps its gradient; its weight min(r, cap) has no gradient."""
     weight = b.r.detach().clip(max=b.args.is_cap)
     return token_mean(weight * b.A[:, None] * b.logp, b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens: those that PPO's clip would cut, and those beyond the cap."""
+    """Shares are of all response tokens: tokens that PPO's clip would cut, and tokens beyond the
+    cap. weight_max is the largest r."""
     return {
         "kept_beyond_clip": cut_shares(b, b.A[:, None])["clip_share"],
         "capped_share": share(b.r > b.args.is_cap, b.mask),

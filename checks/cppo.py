@@ -9,7 +9,7 @@ from . import CENTRED, FIXTURE, Batch, loss_and_gradient, near, no_kl, share, to
 
 
 def rows(b: Batch) -> tuple[Tensor, Tensor]:
-    """Tokens that δ_t masks and those of them that δ would not, by the paper's algorithm 1."""
+    """Return the tokens that δ_t masks, and those that δ alone would not, by algorithm 1."""
     cut, by_budget = torch.zeros_like(b.mask), torch.zeros_like(b.mask)
     p, mu = b.logp.detach().exp(), b.mu.exp()
     for i, row in enumerate(b.mask):
@@ -31,15 +31,15 @@ def rows(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """The sum over tokens of M min(π_θ/μ, cap) Â log π_θ."""
+    """J is the sum over tokens of M min(π_θ/μ, cap) Â log π_θ."""
     weight = (b.logp - b.mu).detach().exp().clip(max=b.args.is_cap)
     x = (1 - rows(b)[0]) * weight * b.A[:, None] * b.logp
     return (x * b.mask).sum(1).mean(), len(b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; budget_share are those that δ alone would not mask, weight_max is the
-    largest π_θ/μ before its cap."""
+    """Means are over all response tokens. budget_share counts masked tokens that δ alone would not
+    mask, weight_max is the largest π_θ/μ before its cap."""
     w, (cut, by_budget) = (b.logp - b.mu).exp(), rows(b)
     return {
         "masked_share": share(cut, b.mask),
@@ -59,7 +59,7 @@ CASES = [
 
 def check_published(module: ModuleType) -> None:
     """On rows of 1 to 6 tokens the gradients are UniRL's (T is the response's length) and verl's (T
-    is the padded length, here 6), whose value it has, too (losses.json)."""
+    is the padded length, here 6). The value is verl's, too (losses.json)."""
     theirs, batch = FIXTURE["cppo"], toy_batch()
     scale = len(batch["mask"]) / batch["mask"].sum()  # their mean is one over all tokens
     for span, numbers in theirs["cases"].items():
@@ -71,7 +71,8 @@ def check_published(module: ModuleType) -> None:
 
 
 def check_long_rows(module: ModuleType) -> None:
-    """On rows of 1 to 24 tokens, where the budgets decide, the mask is that of the recurrence."""
+    """On rows of 1 to 24 tokens, on which the budgets decide, the recurrence gives the same
+    mask."""
     generator = torch.Generator().manual_seed(3)
     p, sign, size = torch.rand(3, 24, 24, generator=generator, dtype=torch.float64)
     gap = torch.where(sign > 0.5, 0.35, -0.35) * size**30  # few are large: b is below the mean

@@ -10,17 +10,18 @@ from . import ZSCORES, Batch, cut_shares, near, surrogate, token_mean
 
 
 def trained(b: Batch) -> Tensor:
-    """With `--mask_truncated` a response that was cut off has no token in the loss."""
+    """Return the mask of the loss. With `--mask_truncated` it is 0 on responses that were cut
+    off."""
     return b.mask * (b.finished[:, None] | (not b.args.mask_truncated))
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """The mean over the tokens of all responses, or of those that were not cut off."""
+    """J is a mean over the tokens of all responses, or of those that were not cut off."""
     return token_mean(surrogate(b), trained(b))
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share, clip_above and clip_below of the tokens that are trained."""
+    """clip_share, clip_above and clip_below are shares of the tokens that are trained."""
     return cut_shares(Batch(**vars(b) | {"mask": trained(b)}), b.A[:, None])
 
 
@@ -28,7 +29,8 @@ CASES = [{}, {"mask_truncated": True, "clip_high": 0.2}]
 
 
 def check_overlong(module: ModuleType) -> None:
-    """The paper's: 0 up to 16384 tokens, then linear down to -1 at 20480; here half of it."""
+    """The punishment is half of the paper's, which is 0 up to 16384 tokens and then falls linearly
+    to -1 at 20480."""
     args = replace(module.Args(), max_new_tokens=20480, overlong_buffer=4096)
     lengths = torch.tensor([0.0, 16384, 16385, 18432, 20480])
     expected = torch.tensor([0.0, 0, -1 / 4096, -0.5, -1.0])
@@ -38,8 +40,8 @@ def check_overlong(module: ModuleType) -> None:
 
 
 def check_idle_groups_stay_idle(module: ModuleType) -> None:
-    """In zero-variance groups lengths alone give no advantage; in other groups they do: verdicts 1,
-    1 with 8 and 9 tokens, 1, 0 with 9 and 5."""
+    """In zero-variance groups (here verdicts 1, 1 with 8 and 9 tokens) lengths alone give no
+    advantage. In other groups (1, 0 with 9 and 5 tokens) they do."""
     batch = SimpleNamespace(mask=(torch.arange(9) < torch.tensor([8, 9, 9, 5])[:, None]).float())
     args = replace(module.Args(), max_new_tokens=9, overlong_buffer=4)
     made = module.punished(torch.tensor([[1.0, 1], [1, 0]]), batch, args)

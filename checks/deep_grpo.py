@@ -30,7 +30,7 @@ CASES += [{"beta": 0.0}]
 
 
 def check_pivots(module: ModuleType) -> None:
-    """The root and every boundary except the response's last token."""
+    """Pivots are the root and every boundary except the response's last token."""
     assert module.pivots([1, 2, 9, 3, 9, 4], {9}) == [0, 3, 5]
     assert module.pivots([1, 9, 2, 9], {9}) == [0, 2]
     assert module.pivots([1, 8, 2, 9, 3], {8, 9}) == [0, 2, 4]
@@ -38,7 +38,7 @@ def check_pivots(module: ModuleType) -> None:
 
 
 def check_pivot_distribution(module: ModuleType) -> None:
-    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1): the probabilities with which the authors draw."""
+    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), the probabilities with which the authors draw."""
     for case in AUTHORS:
         u, v = case["fit"] or (0.0, math.inf)
         found = module.pivot_distribution(case["segments"], u, v, case["gamma"])[1]
@@ -46,7 +46,8 @@ def check_pivot_distribution(module: ModuleType) -> None:
 
 
 def check_choice_is_in_proportion(module: ModuleType) -> None:
-    """6000 draws for a response of four segments: counts within four standard deviations of Q."""
+    """In 6000 draws for a response of four segments, counts agree with Q, within four standard
+    deviations."""
     response, rng = [1, 9, 1, 1, 9, 1, 9, 2], random.Random(0)
     _, q = module.pivot_distribution(4, -3.0, 2.0, 2.0)
     draws = [module.choose_pivot(response, {9}, -3.0, 2.0, 2.0, rng) for _ in range(6000)]

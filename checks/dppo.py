@@ -8,7 +8,7 @@ from . import CENTRED, Batch, loss_and_gradient, near, no_kl, share, toy_batch
 
 
 def beyond(b: Batch) -> Tensor:
-    """D(μ ‖ π_θ) > δ of "this token or another": the total variation or the KL."""
+    """Return True where D(μ ‖ π_θ) of "this token or another" is above δ: total variation or KL."""
     mu, p = b.mu.exp(), b.logp.detach().exp()
     if b.args.trust_region == "tv":
         return (p - mu).abs() > (b.args.delta or 0.15)
@@ -18,27 +18,28 @@ def beyond(b: Batch) -> Tensor:
 
 
 def masked(b: Batch) -> Tensor:
-    """Tokens beyond δ in the direction of Â; with `--two_sided` in both directions."""
+    """Return the tokens beyond δ in the direction of Â, or with `--two_sided` in both
+    directions."""
     inward = b.A[:, None] * (b.logp - b.mu).detach() <= 0
     return beyond(b) if b.args.two_sided else beyond(b) & ~inward
 
 
 def gate(b: Batch) -> Tensor:
-    """M: 0 where masked; with `--soft` DRPO's slope."""
+    """Return M: 0 where masked, else 1; with `--soft` DRPO's slope."""
     if b.args.soft:
         return 1 - b.A[:, None].sign() * (b.logp.detach().exp() - b.mu.exp()) / b.args.delta
     return 1 - masked(b).double()
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """The sum over tokens of M min(π_θ/μ, cap) Â log π_θ - κ (log π_θ/μ)²."""
+    """J is the sum over tokens of M min(π_θ/μ, cap) Â log π_θ - κ (log π_θ/μ)²."""
     weight = (b.logp - b.mu).detach().exp().clip(max=b.args.is_cap)
     x = gate(b) * weight * b.A[:, None] * b.logp - b.args.log_square * (b.logp - b.mu) ** 2
     return (x * b.mask).sum(1).mean(), len(b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
+    """Means are over all response tokens. weight_max is the largest π_θ/μ before its cap."""
     w, cut = (b.logp - b.mu).exp(), masked(b)
     return {
         "masked_share": share((1 - gate(b)).abs(), b.mask),
@@ -58,8 +59,8 @@ CASES = [
 
 
 def check_drpo(module: ModuleType) -> None:
-    """With `--soft` the gradient is that of the loss which UniRL's drpo.py and verl's
-    `spo_adaptive_eps` state: -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ; the cap is not met."""
+    """With `--soft` and a cap that is never reached, the loss -Â r + |Â| μ (r-1)²/(2ε) with r =
+    π_θ/μ has the same gradient. UniRL's drpo.py and verl's `spo_adaptive_eps` state this loss."""
     batch = toy_batch()
     batch["rollout_logp"] = batch["old_logp"]
     _, ours = loss_and_gradient(module, no_kl(module, soft=True, delta=0.1, is_cap=1e9), **batch)

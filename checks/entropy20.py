@@ -7,8 +7,8 @@ from . import ZSCORES, Batch, clip_statistics, share, surrogate, token_mean
 
 
 def top(b: Batch) -> Tensor:
-    """The share of the response tokens with the largest entropy, or with the largest product of
-    (log π - mean) and (Â - mean)."""
+    """Return the response tokens with the largest entropy, or with the largest product of (log π -
+    mean) and (Â - mean). Their share is a flag."""
     on, score, top_share = b.mask > 0, b.entropy, b.args.top_entropy
     if b.args.tokens == "kl_cov":
         A = b.A[:, None].expand_as(b.mask)
@@ -18,8 +18,8 @@ def top(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """The mean over the tokens of high entropy. KL-Cov: over all, without a clip, minus κ |log r|
-    on the tokens at the top."""
+    """J is a mean over the tokens of high entropy. KL-Cov's is a mean over all tokens, without a
+    clip, minus κ |log r| on the tokens at the top."""
     if b.args.tokens == "entropy":
         return token_mean(surrogate(b), top(b).double())
     pull = b.args.kl_cov_coef * (b.logp - b.old).abs() * top(b)
@@ -27,7 +27,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of the response tokens; held_pull is the mean κ |log r| of those that are held."""
+    """Shares are of the response tokens. fork_entropy is the mean entropy of the trained tokens,
+    held_pull the mean κ |log r| of the tokens that are kept near π_old."""
     if b.args.tokens == "kl_cov":
         pull, held = b.args.kl_cov_coef * (b.logp - b.old).abs(), top(b).double()
         cut = {f"clip_{side}": (0, b.mask.sum()) for side in ("share", "above", "below")}

@@ -8,15 +8,15 @@ FIRST = "grpo"  # the base file of base files
 
 
 def algorithms() -> list[Path]:
-    """Every algorithm file, the first base file first: every file that launches a `main` of its
-    own."""
+    """Return every algorithm file, the first base file first. An algorithm file is one that
+    launches a `main` of its own."""
     files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
     own = [path for path in files if "launch(main, Args)" in path.read_text("utf-8")]
     return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
 
 
 def base_of(path: Path, source: str | None = None) -> Path | None:
-    """The base file of this file; None for the first base file."""
+    """Return the base file of this file, or None for the first base file."""
     named = re.search(r"^Base file: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
     if named:
         return next(

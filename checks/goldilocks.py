@@ -14,8 +14,8 @@ objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
 
 def check_learning_value(module: ModuleType) -> None:
-    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right, all wrong, and all equally partly
-    right."""
+    """The learning value is sqrt(p̂ (1-p̂)) with p̂ over the group. It is 0 if all are right, all
+    wrong, or all equally partly right."""
     rewards = [[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0.3, 0.2, 0.2]]
     # Partial rewards: their standard deviation
     expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, 0.015**0.5])
@@ -24,8 +24,8 @@ def check_learning_value(module: ModuleType) -> None:
 
 
 def check_select(module: ModuleType) -> None:
-    """ε = 0: the best candidate of each slot, but no prompt twice; if all are taken, the best
-    again."""
+    """With explore 0 each slot gets its best candidate, but no prompt is taken twice. If all of a
+    slot's prompts are taken, it gets the best one again."""
     values = torch.tensor([[0.1, 0.4, 0.3], [0.5, 0.2, 0.1], [0.2, 0.3, 0.4], [0.3, 0.2, 0.1]])
     problems = [[SimpleNamespace(prompt=p) for p in slot] for slot in ("abc", "bcd", "edc", "bbb")]
     chosen = module.select(values, problems, 0.0, random.Random(0))
@@ -36,8 +36,8 @@ def check_select(module: ModuleType) -> None:
 
 
 def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
-    """ε = 1: every candidate equally often, for any values; ε in between: the same share of the
-    slots."""
+    """With explore 1 every candidate is taken equally often, for any values. With a smaller explore
+    this share of the slots is filled at random."""
     rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
     problems = [[SimpleNamespace(prompt=f"{i}.{k}") for k in range(8)] for i in range(4000)]
     drawn = [choice.problem.prompt[-1] for choice in module.select(values, problems, 1.0, rng)]

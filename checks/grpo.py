@@ -30,7 +30,8 @@ DOWN = {0.5: 0, 0.75: 0, 0.9: 0.9, 1.0: 1.0, 1.1: 1.1, 1.3: 1.3, 2.0: 2.0, 4.0: 
 
 
 def check_coefficients(module: ModuleType) -> None:
-    """The gradient weight c(r, Â) on ∇ log π, for one-token responses."""
+    """The gradient weight of a one-token response is r Â, or 0 if the clip acts: r > 1.2 with Â >
+    0, or r < 0.8 with Â < 0."""
     for advantage, table in ((1.0, UP), (-1.0, DOWN)):
         for ratio, expected in table.items():
             found = weight(module, ratio, advantage)
@@ -48,7 +49,7 @@ def check_eos_counts(module: ModuleType) -> None:
 
 
 def kl_term(module: ModuleType, theta: Tensor, ref: Tensor, draws: list, **flags: object) -> Tensor:
-    """The loss with β = 1 and Â = 0 over all samples of π_old."""
+    """Return the loss with β = 1 and Â = 0 over all samples of π_old."""
     rows, old = every_sample(draws)
     columns = {"logp": theta.log_softmax(0), "old_logp": old, "ref_logp": ref}
     batch = {name: x[rows][:, None] for name, x in columns.items()}  # [n, 1]
@@ -68,8 +69,8 @@ def check_kl(module: ModuleType) -> None:
 
 
 def check_kl_ratio(module: ModuleType) -> None:
-    """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref), and its gradient is
-    that of this KL, although π_θ is another policy. Without the flag, it is neither."""
+    """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref) in value and
+    gradient, although π_θ is another policy. Without the flag it is so in neither."""
     draws, other, third = POLICIES
     theta, ref = every_sample(other)[1].requires_grad_(), every_sample(third)[1]
     logp = theta.log_softmax(0)

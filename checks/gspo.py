@@ -8,7 +8,7 @@ from . import ZSCORES, Batch, clipped, near, one, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:
-    """The likelihood ratio of a response, taken to 1/|y|: s = (π_θ(y)/π_old(y))^(1/|y|) `[n]`."""
+    """Return s `[n]`, the likelihood ratio of a response to the power of 1/|y|."""
     return (((b.logp - b.old) * b.mask).sum(1) / b.mask.sum(1)).exp()
 
 
@@ -18,7 +18,8 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of responses with Â ≠ 0, and (clip_share_of_tokens, token_clip_share) of their tokens."""
+    """Shares are of the responses with Â ≠ 0; clip_share_of_tokens and token_clip_share are of
+    their tokens."""
     s, live, tokens = sequence_ratio(b), (b.A != 0).sum(), b.mask[b.A != 0].sum()
     above, below = (b.A > 0) & (s > 1 + b.args.clip_high), (b.A < 0) & (s < 1 - b.args.clip_low)
     far = b.A.sign()[:, None] * (b.r - 1) * b.mask > b.args.token_clip

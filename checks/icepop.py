@@ -10,7 +10,7 @@ from . import response_mean, share, surrogate, toy_batch
 
 
 def correction(b: Batch) -> Tensor:
-    """C `[n, T]`, a function of w = π_old/μ of a token, or of the whole response."""
+    """Return C `[n, T]`, a function of w = π_old/μ of a token, or of the whole response."""
     args, length = b.args, b.mask.sum(1, keepdim=True)
     log_w = b.old - b.mu
     whole = (log_w * b.mask).sum(1, keepdim=True)
@@ -41,7 +41,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; weight_max is the largest π_old/μ."""
+    """Means are over all response tokens. weight_max is the largest π_old/μ."""
     C = correction(b)
     return cut_shares(b, b.A[:, None], "masked") | {
         "corrected": share((C - 1).abs(), b.mask),
@@ -61,7 +61,7 @@ for name in ("none", "geometric", "opsm", "cis"):
 
 
 def check_extremes(module: ModuleType) -> None:
-    """W of 900 tokens is infinite in float32: it is cut to the cap, or masked."""
+    """W of 900 tokens is infinite in float32. It must be cut to the cap, or masked."""
     mask = torch.ones(1, 900)
     batch = {"logp": -2 * mask, "old_logp": -2 * mask, "rollout_logp": -3 * mask, "mask": mask}
     for name, expected in (("tis", 2.0), ("mis", 0.0)):
@@ -72,8 +72,8 @@ def check_extremes(module: ModuleType) -> None:
 
 
 def check_published_cis(module: ModuleType) -> None:
-    """cis has the value and the gradient of its authors' function (losses.json), whose mean is one
-    over all tokens."""
+    """cis has the value and the gradient of its authors' function (losses.json), which takes the
+    mean over all tokens."""
     theirs, batch = FIXTURE["cis"], toy_batch()
     batch["old_logp"][0, 0] = batch["logp"][0, 0] = -0.001  # a sure token
     batch["rollout_logp"] = torch.tensor(theirs["rollout_logp"], dtype=torch.float64)

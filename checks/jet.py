@@ -16,8 +16,8 @@ Weights = dict[str, Tensor]
 
 
 def embedded(module: ModuleType, model: str = "tiny") -> tuple[Policy, Weights, object]:
-    """The embedded policy with its weights rounded, their masters, and the object that rounded
-    them."""
+    """Return the embedded policy with its weights rounded, their masters, and the object that
+    rounded them."""
     policy = Policy(load_model(model)[0])
     masters = weights_of(policy)
     return policy, masters, module.EightBits(policy)

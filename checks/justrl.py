@@ -6,7 +6,7 @@ from . import ZSCORES, Batch, clip_statistics, surrogate, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, averaged over all tokens: that of many variants."""
+    """J is PPO's clipped objective, averaged over all tokens, as in many variants."""
     return token_mean(surrogate(b), b.mask)
 
 

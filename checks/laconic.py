@@ -12,14 +12,15 @@ objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
 
 def budget(module: ModuleType, price: float, **flags: object) -> object:
-    """A budget at some price of length."""
+    """Return a budget with this price of length."""
     made = module.Budget(replace(module.Args(), **flags), ALONE)
     made.price = price
     return made
 
 
 def check_charge(module: ModuleType) -> None:
-    """R - λ c at the price before its step; the verifier's own rewards do not change."""
+    """Rewards become R - λ c, at the price before its step. The verifier's own rewards do not
+    change."""
     rewards, lengths = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[5.0, 20, 30, 10]])
     made = budget(module, 0.2, length_budget=10, price_lr=1.0, price_ceiling=9.0)
     near(made.charge(rewards, lengths), [[1.0, 0.8, -0.4, 0]], "rewards less the charge", 1e-6)

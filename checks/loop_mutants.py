@@ -1,5 +1,5 @@
-"""Damages to the loops and to what they call, each of which tests/loop/test_loop.py must see:
-name -> what it is."""
+"""Damages to the loops and to what they call, by name. tests/loop/test_loop.py must see each of
+them."""
 
 from dataclasses import dataclass, field
 

@@ -9,8 +9,8 @@ from . import ZSCORES, Batch, clip_statistics, surrogate, token_mean
 
 
 def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of wrong responses; the rarest of them, by a quantile δ of log π_θ; and of these the
-    ones that π_proxy makes likelier, which are protected."""
+    """Return three masks: tokens of wrong responses; the rarest of them, by a quantile δ of log
+    π_θ; and, of these, the protected tokens, which are likelier under π_proxy."""
     now = b.logp.detach()
     bad = (b.A[:, None] < 0) & (b.mask > 0)
     rare = bad & (now <= torch.quantile(now[bad], b.args.rare_share) + 1e-5)
@@ -18,12 +18,12 @@ def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pull(b: Batch) -> Tensor:
-    """π_proxy/π_θ on protected tokens, 1 elsewhere."""
+    """Return π_proxy/π_θ on protected tokens, 1 elsewhere."""
     return torch.where(chosen(b)[2], b.proxy_logp - b.logp, 0.0).exp()
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """The base objective, minus β k3 of π_proxy and π_θ."""
+    """J is the base objective minus β k3 of π_proxy and π_θ."""
     spring = b.args.proxy_weight * (pull(b) - pull(b).log() - 1)
     return token_mean(surrogate(b) - spring, b.mask)
 
@@ -44,8 +44,8 @@ CASES += [{"rare_share": 0.9, "clip_high": 0.2, "proxy_weight": 0.3}]
 
 
 def check_proxy(module: ModuleType) -> None:
-    """κ = 0.02: of 0.6, 0.385, 0.013, 0.002 the last two are on both sides of 0.012. The rest is
-    renormalised to 1, and filtered tokens have probability 0."""
+    """With κ = 0.02, of the probabilities 0.6, 0.385, 0.013, 0.002 only the last is below the bound
+    0.012. It becomes 0, and the rest is renormalised to 1."""
     p = torch.tensor([[0.6, 0.385, 0.013, 0.002]] * 4, dtype=torch.float64)
     proxy = module.proxy_logprobs(p.log(), torch.arange(4), kappa=0.02).exp()
     assert torch.allclose(proxy, torch.tensor([0.6, 0.385, 0.013, 0.0]).double() / 0.998)

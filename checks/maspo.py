@@ -9,7 +9,7 @@ from . import FIXTURE, ZSCORES, Batch, near, share, token_mean, weight
 
 
 def widths(b: Batch) -> Tensor:
-    """σ = σ_base / π_old^α within its bounds, times the risk 1 + β Â, or 1 / (1 - β Â)."""
+    """Return σ = σ_base / π_old^α within its bounds, times the risk 1 + β Â, or 1 / (1 - β Â)."""
     a, A = b.args, b.A[:, None]
     width = (a.sigma_base / b.old.exp() ** a.alpha).clip(a.sigma_base, a.sigma_high)
     risk = torch.where(A > 0, 1 + a.beta_pos * A, 1 / (1 - a.beta_neg * A))
@@ -17,7 +17,8 @@ def widths(b: Batch) -> Tensor:
 
 
 def gates(b: Batch) -> Tensor:
-    """A Gaussian of r - 1 where r has moved in the direction of Â, without a gradient."""
+    """Return the gate: where r has moved in the direction of Â, a Gaussian of r - 1, without a
+    gradient; else 1."""
     A, r = b.A[:, None], b.r.detach()
     outward = ((A > 0) & (r > 1)) | ((A < 0) & (r < 1))
     return torch.where(outward, (-((r - 1) ** 2) / (2 * widths(b) ** 2)).exp(), 1.0)
@@ -28,8 +29,9 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """The mean gate F by the sign of Â; the share of tokens that GRPO would cut, and of these
-    Σ F r |Â| over Σ r |Â|; the mean width σ of rare and of common tokens."""
+    """Gates are means of F by the sign of Â. grpo_cut_share counts tokens that GRPO would cut;
+    kept_where_grpo_cuts is Σ F r |Â| over Σ r |Â| of these. Widths are means of σ of rare and of
+    common tokens."""
     A, old, gate, sigma = b.A[:, None], b.old.exp(), gates(b), widths(b)
     cut = b.mask * (A.sign() * (b.r - 1) > b.args.token_clip)
     return {
@@ -47,8 +49,8 @@ CASES = [{"token_clip": 0.22}, {"sigma_base": 0.3, "beta_pos": 0.5, "beta_neg": 
 
 
 def check_weights(module: ModuleType) -> None:
-    """Gradient weights by the authors' function: likely and rare tokens of either sign, ratios far
-    out and on the way back, other flags, width and risk at their bounds."""
+    """The gradient weights are those of the authors' function: for likely and rare tokens of either
+    sign, ratios far out and on the way back, other flags, width and risk at their bounds."""
     for case in FIXTURE["maspo"]["cases"]:
         for ratio, old, advantage, expected in case["rows"]:
             found = weight(module, ratio, advantage, old, **case["flags"])

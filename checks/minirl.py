@@ -9,12 +9,12 @@ from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms
 
 
 def weights(b: Batch) -> Tensor:
-    """π_θ/μ, before its cap; in an ablation π_θ/π_old."""
+    """Return π_θ/μ before its cap; in an ablation π_θ/π_old."""
     return (b.logp - (b.mu if b.args.correct_mismatch else b.old)).exp().detach()
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """The sum over tokens of M w Â log π_θ, whose gradient is that of the surrogate: the mask M
+    """J is the sum over tokens of M w Â log π_θ, which has the surrogate's gradient. The mask M
     sees π_θ/π_old, the weight w sees π_θ/μ."""
     r, A = b.r.detach(), b.A[:, None]
     masked = ((A > 0) & (r > 1 + b.args.clip_high)) | ((A < 0) & (r < 1 - b.args.clip_low))
@@ -23,7 +23,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
+    """Means are over all response tokens. weight_max is the largest π_θ/μ before its cap."""
     return cut_shares(b, b.A[:, None], "masked") | {
         "weight": share(weights(b).clip(max=b.args.is_cap), b.mask),
         "weight_max": (weights(b)[b.mask > 0].max(), None),
@@ -38,9 +38,9 @@ CASES = [
 
 
 def check_first_order(module: ModuleType) -> None:
-    """The paper's claim, with every sequence enumerated. Under samples of μ the surrogate's
-    gradient equals that of the expected reward if π_θ = μ. The gap grows with the distance.
-    Dividing by length breaks the equality at once."""
+    """The paper's claim holds, with every sequence enumerated. Under samples of μ, surrogate and
+    expected reward have the same gradient if π_θ = μ. The gap grows with the distance. Dividing by
+    the length breaks the equality at once."""
     generator = torch.Generator().manual_seed(3)
     every = torch.cartesian_prod(*3 * [torch.arange(3)])  # [27, 3]: tokens 0, 1, 2
     earlier = torch.nn.functional.pad(every[:, :-1], (1, 0), value=3)  # 3: the start

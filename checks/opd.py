@@ -14,7 +14,7 @@ from . import ZSCORES, Batch, near, share, terms, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """w (α Â + β log π_T/π_θ) log π_θ, where only log π_θ has a gradient."""
+    """J is the token mean of w (α Â + β log π_T/π_θ) log π_θ. Only log π_θ has a gradient."""
     ours = b.logp.detach()
     w = (ours - b.mu).exp().clip(max=b.args.is_cap) if b.args.weights == "mu" else 1.0
     A = b.args.reward_weight * b.A[:, None] + b.args.beta * (b.teacher_logp - ours)
@@ -22,8 +22,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens; strayed are those behind one with log π_T < -4.6 (a hundredth), not
-    that token itself."""
+    """Means are over all response tokens. strayed counts the tokens after one with log π_T < -4.6
+    (a hundredth), but not that token itself."""
     w = (b.logp - b.mu).exp()
     foreign = (b.teacher_logp < -4.6) * b.mask
     weight = w.clip(max=b.args.is_cap) if b.args.weights == "mu" else 0 * w + 1
@@ -41,7 +41,7 @@ CASES += [{"beta": 0.0, "reward_weight": 1.0}]
 def mean_gradient(
     module: ModuleType, theta: Tensor, teacher: Tensor, mu: Tensor, **flags: object
 ) -> Tensor:
-    """The mean gradient by the logits over tokens drawn by μ, computed over all 5 tokens."""
+    """Return the gradient with respect to the logits, in the mean over all 5 tokens under μ."""
     logp = theta.log_softmax(0)[:, None]  # [5, 1]: a response for each token
     columns = {"old_logp": logp, "rollout_logp": mu[:, None], "ref_logp": teacher[:, None]}
     columns |= {"advantages": torch.arange(5.0).double(), "mask": torch.ones_like(logp)}
@@ -51,9 +51,9 @@ def mean_gradient(
 
 
 def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
-    """In the mean over the policy's own tokens the gradient is that of KL(π_θ ‖ π_T), derived by
-    autograd. With w this also holds over another sampler's tokens; without w it does not. By
-    default the reward has no effect."""
+    """In the mean over the policy's own tokens the gradient equals the gradient of KL(π_θ ‖ π_T),
+    which autograd derives. With w this also holds over another sampler's tokens; without w it does
+    not. By default the reward has no effect."""
     generator = torch.Generator().manual_seed(3)
     draw = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     theta, teacher = draw[0].clone().requires_grad_(), draw[1].log_softmax(0)

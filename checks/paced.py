@@ -11,13 +11,13 @@ from . import POLICIES, RIGHT, Batch, every_sample, loss_of, near
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """Trajectory balance: -β/2 (log Z + log π_θ(y)/π_old(y) - R/β)². A is R - V, V = β log Z."""
+    """J is the mean of -β/2 (log Z + log π_θ(y)/π_old(y) - R/β)². A is R - V with V = β log Z."""
     log_ratio = ((b.logp - b.old) * b.mask).sum(1)
     return -(b.args.anchor / 2 * (log_ratio - b.A / b.args.anchor) ** 2).mean(), len(b.A)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """anchor_kl: the mean over responses of β log(π_old/π_θ)."""
+    """anchor_kl is the mean over responses of β log(π_old/π_θ)."""
     log_ratio = ((b.logp - b.old) * b.mask).sum(1)
     return {"anchor_kl": (-b.args.anchor * log_ratio.sum(), len(b.A))}
 
@@ -26,7 +26,7 @@ CASES = [{}, {"anchor": 0.5}]
 
 
 def balance(module: ModuleType, draws: list, logits: Tensor, V: Tensor, beta: float) -> Tensor:
-    """The module's loss of a policy with these logits, in expectation over π_old."""
+    """Return the module's loss of a policy with these logits, in expectation over π_old."""
     rows, old = every_sample(draws)
     batch = {"logp": logits.log_softmax(0)[rows][:, None], "old_logp": old[rows][:, None]}
     batch["advantages"] = module.advantages(RIGHT[rows][None], V.reshape(1))[0]  # [n]

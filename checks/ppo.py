@@ -12,12 +12,12 @@ from . import Batch, clipped, cut_shares, near, one, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective with an advantage for each token."""
+    """J is PPO's clipped objective with an advantage for each token."""
     return token_mean(clipped(b.r, b.token_advantages, b.args), b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share and its sides, clip_above and clip_below."""
+    """clip_share and its sides, clip_above and clip_below, are shares of all response tokens."""
     return cut_shares(b, b.token_advantages)
 
 
@@ -26,8 +26,8 @@ CASES = [{}, {"clip_low": 0.5, "clip_high": 0.05}]
 
 def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
     """GAE is a mean of returns that look n tokens ahead and then use the critic, n = 1, 2, ....
-    Their weights are (1 - λ) λ^(n-1), and the whole return has the rest. Padding and gaps are no
-    tokens; λ may differ by row."""
+    Their weights are (1 - λ) λ^(n-1), and the whole return has the rest. Padding and gaps do not
+    count as tokens, and λ may differ by row."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
     mask = (torch.arange(7) < torch.tensor([7, 4, 1, 6, 7])[:, None]).double()
@@ -50,7 +50,7 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
 
 
 def check_token_rewards(module: ModuleType) -> None:
-    """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
+    """A token's reward is -β log(π_old/π_ref), plus R at the last token. Padding has none."""
     batch = SimpleNamespace(
         mask=torch.tensor([[1.0, 1, 1], [1, 0, 0]]),
         rewards=torch.tensor([1.0, 0.0]),
@@ -63,8 +63,8 @@ def check_token_rewards(module: ModuleType) -> None:
 
 
 def check_value_loss(module: ModuleType) -> None:
-    """1/2 max{(V - V̂)², (clip(V) - V̂)²}, V clipped to V_old ± 0.2. Its gradient is 0 if V has
-    left that range towards V̂ and is not as far beyond it."""
+    """The loss is 1/2 max{(V - V̂)², (clip(V) - V̂)²}, with V clipped to V_old ± 0.2. Its gradient
+    is 0 if V has left that range towards V̂ and is not as far beyond V̂."""
     V = one(0.5, 0.9, 0.1, 0.9, 1.4, 0.0).requires_grad_()
     old, returns = one(0.5, 0.5, 0.5, 0.5, 0.5, 0.0), one(1.0, 1.0, 1.0, 0.0, 1.0, 9.0)
     loss, clipped = module.value_loss(V, old, returns, one(1.0, 1, 1, 1, 1, 0), 0.2)
@@ -75,8 +75,8 @@ def check_value_loss(module: ModuleType) -> None:
 
 
 def check_judge(module: ModuleType) -> None:
-    """The policy's advantages have λ, the critic's targets `--lam_critic`; advantages are whitened
-    over the tokens of all mini-batches."""
+    """The policy's advantages use `--lam`, the critic's targets `--lam_critic`. Advantages are
+    whitened over the tokens of all mini-batches."""
     critic, generator = object.__new__(module.Critic), torch.Generator().manual_seed(1)
     critic.args = module.Args(gamma=0.95, lam=0.5, lam_critic=0.9, beta=0.0)
     critic.world, critic.value = ALONE, None
@@ -102,8 +102,8 @@ SP3O[27] = [8, 16, 23]
 
 
 def check_anchors(module: ModuleType) -> None:
-    """The places of a response that SP3O's own function (8b8b26e) gives, by its length; gaps are no
-    places."""
+    """The places of a response are those of SP3O's own function (8b8b26e), by its length. A gap is
+    never a place."""
     mask = (torch.arange(27) < torch.tensor(list(SP3O))[:, None]).double()
     for row, places in zip(module.anchors(mask), SP3O.values()):
         near(row.nonzero()[:, 0], places, f"the places of {len(places)} anchors")
@@ -112,7 +112,7 @@ def check_anchors(module: ModuleType) -> None:
 
 
 def check_bounded_value(module: ModuleType) -> None:
-    """V = 1/2 + atan(z)/π: 1/2 at 0, 3/4 at 1, and never outside of 0 and 1."""
+    """V = 1/2 + atan(z)/π is 1/2 at 0, 3/4 at 1, and never outside 0 to 1."""
     z = torch.tensor([0.0, 1.0, -1.0, 1e6, -1e6])
     output = SimpleNamespace(last_hidden_state=z[None, :, None])
     lm = torch.nn.Module()
@@ -126,8 +126,9 @@ def check_bounded_value(module: ModuleType) -> None:
 
 
 def check_bpco_advantages(module: ModuleType) -> None:
-    """The advantages that while-ai's test computes by hand from BPCO's paper: V 0.2, 0.5, 0.8,
-    reward 1, λ = 1 - 1/(0.4 · 3), not whitened; the target of every token is the reward."""
+    """Advantages are those that while-ai's test computes by hand from BPCO's paper, with V 0.2,
+    0.5, 0.8, reward 1, λ = 1 - 1/(0.4 · 3), not whitened. The target of every token is the
+    reward."""
     critic = object.__new__(module.Critic)
     flags = {"lam_length": 0.4, "lam_critic": 1.0, "beta": 0.0, "whiten": False}
     critic.args, critic.world, critic.value = module.Args(**flags), ALONE, None
@@ -143,7 +144,7 @@ def check_bpco_advantages(module: ModuleType) -> None:
 
 def check_privileged(module: ModuleType) -> None:
     """With `--privileged` the critic reads the answer and an EOS before each prompt, and judges the
-    same tokens; else the batch as it is."""
+    same tokens. Without it the critic reads the batch as it is."""
     batch = Rollout.pack(
         prompts=[[5], [6, 7]],
         tokens=[[8, 1], [9, 9, 1], [4], [3, 1]],
@@ -171,8 +172,8 @@ def check_privileged(module: ModuleType) -> None:
 
 
 def check_sparse_value(module: ModuleType) -> None:
-    """With `--sparse_value` the loss is the mean over the anchors, but over all tokens as long as
-    the critic trains alone."""
+    """With `--sparse_value` the loss is the mean over the anchors. While the critic trains alone it
+    is the mean over all tokens."""
     values, mask = torch.arange(12.0).view(2, 6) / 12, torch.ones(2, 6)
     batch = Rollout(mask=mask, values=values, returns=torch.zeros(2, 6), tokens=mask)
     for sparse, alone, fitted in ((True, False, [2, 3, 4]), (True, True, range(6))):

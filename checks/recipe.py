@@ -1,5 +1,5 @@
-"""The recipe: all its layers at once, and each off. (Their outside numbers are in the checks of the
-files that they come from.)"""
+"""The recipe: all its layers at once, and each layer off. (Numbers of other people's code are in
+the checks of the files that the layers come from.)"""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ def kept(b: Batch) -> Tensor:
 
 
 def age(b: Batch) -> Tensor:
-    """w = π_old(y)/μ(y) of whole responses `[n]`."""
+    """Return w = π_old(y)/μ(y) of whole responses `[n]`."""
     return ((b.old - b.mu) * b.mask).sum(1).exp()
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor | int]:
-    """STAPO's tokens or MASPO's gate, times min(w, cap) with a lag, averaged over main rows and
-    branches apart, which λ weighs."""
+    """J has STAPO's tokens or MASPO's gate and, with a lag, the factor min(w, cap). Main rows and
+    branches are averaged separately, and λ weighs the branches."""
     gated = b.args.tokens == "maspo"
     x = maspo.gates(b) * b.r * b.A[:, None] if gated else surrogate(b)
     weight = torch.where(b.branch > 0, b.args.branch_weight, 1.0)
@@ -30,7 +30,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor | int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share and its sides, or gate_closed; the weights of responses; the silenced share."""
+    """Metrics are clip_share and its sides, or gate_closed; the weights of responses; and the
+    silenced share."""
     pairs = {"silenced_share": ((b.mask - kept(b)).sum(), b.mask.sum())}
     if b.args.lag:
         w = age(b)

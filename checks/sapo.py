@@ -14,7 +14,7 @@ def temperatures(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """f(r) = 4/τ σ(τ (r - 1)) in the place of the ratio."""
+    """f(r) = 4/τ σ(τ (r - 1)) takes the place of the ratio."""
     tau = temperatures(b)
     f = 4 / tau / (1 + (-tau * (b.r - 1)).exp())
     return response_mean(f * b.A[:, None], b.mask)
@@ -41,8 +41,8 @@ def check_is_normalised_at_one(module: ModuleType) -> None:
 
 
 def check_gate_of_a_response(module: ModuleType) -> None:
-    """Small steps: the mean gate of tokens with log-ratios x is 1 - τ²/4 ((mean x)² + var x). So it
-    is a gate on the response's log s = mean x only where its tokens move alike."""
+    """For small steps, the mean gate of tokens with log-ratios x is 1 - τ²/4 ((mean x)² + var x).
+    So it is a gate on the response's log s = mean x only if its tokens move alike."""
     x = 1e-3 * torch.tensor([2.0, -1.0, 4.0, 3.0], dtype=torch.float64)
     for tau in (1.0, 3.0):
         weights = torch.stack([weight(module, float(r), 1.0, tau_pos=tau) for r in x.exp()])

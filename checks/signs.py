@@ -13,7 +13,7 @@ def weighted(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """GRPO with u Â for Â: u = λ where Â > 0, else 1."""
+    """J is GRPO's with u Â for Â: u = λ if Â > 0, else 1."""
     return grpo.objective(Batch(**vars(b) | {"A": weighted(b)}))
 
 
@@ -27,12 +27,12 @@ CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
 
 
 def check_outliers(module: ModuleType) -> None:
-    """Nine values of 10 and one of 40: mean 13, population std 9, so 40 is 3 std away. In both
-    directions, for length and for log-prob. If all are alike, rounding makes none; k = 0 turns the
-    filter off."""
+    """Of nine values of 10 and one of 40 (mean 13, population std 9) the 40 is 3 std away. This
+    holds in both directions, for length and for log-prob. If all are alike, rounding makes no
+    outlier. k = 0 turns the filter off."""
 
     def odd(values: list[float], k: float) -> list[int]:
-        """Which rows are outliers, their lengths equal."""
+        """Return the rows that are outliers, with equal lengths or equal log-probs."""
         every = torch.tensor([[7.0, value] for value in values], dtype=torch.float64)
         args = no_kl(module, outliers=k)
         rows = []
@@ -49,8 +49,8 @@ def check_outliers(module: ModuleType) -> None:
 
 
 def check_length_and_logp(module: ModuleType) -> None:
-    """Length and mean log μ over the response; the mean does not fall with the length. An outlier
-    is one among the responses of all ranks."""
+    """The two values are the length and the mean log μ over the response, which does not fall with
+    the length. An outlier is judged among the responses of all ranks."""
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
     mu = torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
     values = module.length_and_logp(SimpleNamespace(mask=mask, rollout_logp=mu))
@@ -60,7 +60,7 @@ def check_length_and_logp(module: ModuleType) -> None:
 
 
 def check_without_baseline(module: ModuleType) -> None:
-    """±1, also in zero-variance groups; with λ the weights are λ and -1, as published."""
+    """Advantages are ±1, also in zero-variance groups. With λ they are λ and -1, as published."""
     rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert torch.equal(module.signs(rewards), torch.where(rewards > 0, 1.0, -1.0))
 

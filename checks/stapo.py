@@ -10,8 +10,8 @@ from . import ZSCORES, Batch, clip_statistics, near, surrogate, token_mean
 
 
 def spurious(b: Batch) -> Tensor:
-    """Definition of S2T: tokens of right responses that are improbable under π_θ (p < τ_p) where
-    the entropy is low (H < τ_h)."""
+    """Return the spurious tokens (the paper's S2T): tokens of right responses that are improbable
+    under π_θ (p < τ_p), at places of low entropy (H < τ_h)."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args.tau_p) & (b.A[:, None] > 0)
     among, quantile = everywhere, b.args.entropy_quantile
@@ -24,13 +24,14 @@ def spurious(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """The mean over the tokens that are not silenced."""
+    """J is a mean over the tokens that are not silenced."""
     return token_mean(surrogate(b), b.mask * ~spurious(b))
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of silenced tokens their share, mean π_θ and mean entropy. clip_share and its parts
-    are of all response tokens, silenced or not."""
+    """silenced_share, silenced_prob and silenced_entropy are the share of silenced tokens, their
+    mean π_θ and their mean entropy. clip_share and its parts are of all response tokens, silenced
+    or not."""
     silent = spurious(b)
     number = silent.sum()
     return clip_statistics(b) | {

@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 class Engine:
-    """In its k-th call each row goes on with the k-th turn of its prompt's script."""
+    """An engine whose k-th call continues each row with the k-th turn of its prompt's script."""
 
     state_dict = load_state_dict = sync = None
 
@@ -69,15 +69,16 @@ class Engine:
 
 
 def reply(texts: list[str], answers: list[str]) -> list[tuple[str | None, str]]:
-    """`7` after `=`; but the call of the prompt with the answer "fails" fails."""
+    """Reply `7` after `=`. The call of the prompt with the answer "fails" fails."""
     calls = [text.endswith("=") for text in texts]
     failures = ["an error" * (call and said == "fails") for call, said in zip(calls, answers)]
     return [("7" if call else None, failure) for call, failure in zip(calls, failures)]
 
 
 def check_turns(module: ModuleType) -> None:
-    """Tokens, mask, log μ, calls and end of two responses to each of five prompts: sampled ids as
-    they were sampled, replies between them, a sampled token last. EOS stays the model's own."""
+    """Two responses to each of five prompts have the right tokens, mask, log μ, calls and end: ids
+    stay as they were sampled, replies stand between them, and a sampled token is last. The model
+    keeps its own EOS."""
     for rule in ("reply", "end", "drop"):
         lm = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[1]))
         task = SimpleNamespace(reply=reply, reply_error="aa", held_out=[], tokenizer=Tokenizer())
@@ -102,7 +103,7 @@ def check_turns(module: ModuleType) -> None:
 
 
 def check_dropped(module: ModuleType) -> None:
-    """With `--failed_call drop` advantages are those of the group's other responses alone."""
+    """With `--failed_call drop` advantages compare only the group's other responses."""
     R = torch.tensor([[1.0, 0, 0, 1, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.float64)
     failed = torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
     expected = torch.zeros_like(R)

@@ -14,25 +14,25 @@ from . import measured, response_mean
 
 
 def advantages(R: Tensor) -> Tensor:
-    """z-scores with the population's standard deviation. (The file then subtracts b.)"""
+    """Return z-scores with the population's standard deviation. (The file then subtracts b.)"""
     std = R.std(-1, correction=0, keepdim=True)
     return (R - R.mean(-1, keepdim=True)) / torch.where(std > 0, std, 1.0)
 
 
 def age(b: Batch) -> Tensor:
-    """w = π_θ(y)/μ(y) of whole responses `[n]`, without a gradient."""
+    """Return w = π_θ(y)/μ(y) of whole responses `[n]`, without a gradient."""
     return ((b.logp.detach() - b.mu) * b.mask).sum(1).exp()
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """min(w, cap) Â 1/|y| Σ log π_θ, a mean over responses."""
+    """J is the mean over responses of min(w, cap) Â 1/|y| Σ log π_θ."""
     weight = age(b).clip(max=b.args.is_cap) * b.A
     return response_mean(weight[:, None] * b.logp, b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """weight is the mean over responses of min(w, cap), w of the whole response against μ;
-    weight_max the largest w before the cap."""
+    """weight is the mean over responses of min(w, cap), with w of the whole response against μ;
+    weight_max is the largest w before the cap."""
     w = age(b)
     return {"weight": (w.clip(max=b.args.is_cap).sum(), len(w)), "weight_max": (w.max(), None)}
 
@@ -41,14 +41,15 @@ CASES = [{}, {"is_cap": 1.5}]
 
 
 def authors() -> dict[str, Tensor]:
-    """The fixture's two groups of four responses, and the numbers of the authors' functions."""
+    """Return the fixture's two groups of four responses, and the numbers of the authors'
+    functions."""
     stored = {name: x for name, x in FIXTURE["vcpo"].items() if name != "source"}
     return {name: torch.tensor(x, dtype=torch.float64) for name, x in stored.items()}
 
 
 def check_weights(module: ModuleType) -> None:
-    """min(w, 8) Â / |y| / B with w of the whole response against μ: the authors' gradient, to the
-    float32 of their std. Finite for any w."""
+    """The gradient weight is min(w, 8) Â / |y| / B, with w of the whole response against μ. It is
+    the authors' gradient, as precisely as the float32 of their std allows, and finite for any w."""
     stored = authors()
     R = stored["rewards"].view(2, 4)
     A = ((R - stored["baseline"][:, None]) / R.std(dim=1, keepdim=True, correction=0)).flatten()
@@ -64,12 +65,14 @@ def check_weights(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """z-scores with the population's standard deviation, 0 for a group of equal rewards."""
+    """Advantages are z-scores with the population's standard deviation, and 0 for a group of equal
+    rewards."""
     advantages_match(module, "ddof0_eps1e-8", 2e-7, advantages)
 
 
 def check_baseline(module: ModuleType) -> None:
-    """b is that of the authors' function, fed the same norms; finite for any weights."""
+    """b is the same as from the authors' function with the same norms, and finite for any
+    weights."""
     stored = authors()
     R, norms = stored["rewards"].view(2, 4), stored["norms"].view(2, 4)
     columns = [stored[name] for name in ("logp", "rollout_logp", "mask")]
@@ -80,8 +83,8 @@ def check_baseline(module: ModuleType) -> None:
 
 
 def check_baseline_has_the_least_variance(module: ModuleType) -> None:
-    """One-token answers, enumerated, and uncapped weights: the variance of w g (R - b) over μ is
-    least at b, compared with a grid of others."""
+    """For one-token answers, enumerated, and uncapped weights, the variance of w g (R - b) over μ
+    is smaller at b than at a grid of other values."""
     generator = torch.Generator().manual_seed(1)
     theta, moved = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
     mu, pi = theta.log_softmax(0), (theta + 0.5 * moved).log_softmax(0)
@@ -100,8 +103,8 @@ def check_baseline_has_the_least_variance(module: ModuleType) -> None:
 
 
 def check_ess(module: ModuleType) -> None:
-    """ESS/B is that of the authors' function. It depends on no factor of all weights, however large
-    or small, where their epsilon and float32 do."""
+    """ESS/B is that of the authors' function. A factor of all weights, however large or small, does
+    not change it. (In their code epsilon and float32 do.)"""
     stored = authors()
     log_w = ((stored["logp"] - stored["rollout_logp"]) * stored["mask"]).sum(1)
     for shift in (0.0, 700.0, -700.0):
@@ -115,7 +118,8 @@ def check_queue(module: ModuleType) -> None:
 
 
 def check_shifts(module: ModuleType) -> None:
-    """A group's b is of its own responses' weights and norms; 0 where rewards are equal."""
+    """A group's b depends on the weights and norms of its own responses. It is 0 if rewards are
+    equal."""
     generator = torch.Generator().manual_seed(1)
     logp, mu, norms = torch.rand(3, 12, 1, generator=generator, dtype=torch.float64)
     A = module.advantages(torch.tensor([[1.0, 0, 0, 0], [1] * 4, [0, 1, 1, 0]]).double())

@@ -9,12 +9,12 @@ from . import ZSCORES, Batch, loss_and_gradient, near, no_kl, token_mean
 
 
 def ratio(b: Batch) -> Tensor:
-    """W `[n]`: the product of all ratios of a response, without a gradient."""
+    """Return W `[n]`, the product of all ratios of a response, without a gradient."""
     return ((b.logp - b.old).detach() * b.mask).sum(1).exp()
 
 
 def phi(b: Batch) -> Tensor:
-    """φ(W) = W^k e^{λ (1 - W)} `[n]`."""
+    """Return φ(W) = W^k e^{λ (1 - W)} `[n]`."""
     right = (b.A >= 0).double()
     k = b.args.k_pos * right + b.args.k_neg * (1 - right)
     lam = b.args.lambda_pos * right + b.args.lambda_neg * (1 - right)
@@ -22,12 +22,12 @@ def phi(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """φ(W) Â log π_θ: one weight for all tokens of a response."""
+    """J is the token mean of φ(W) Â log π_θ, with one weight for all tokens of a response."""
     return token_mean((phi(b) * b.A)[:, None] * b.logp, b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of responses; gate_pos and gate_neg are the mean φ by the sign of Â."""
+    """Means are over responses. gate_pos and gate_neg are the mean φ by the sign of Â."""
     up, down = b.A > 0, b.A < 0
     return {
         "reshaped": ((phi(b) - 1).abs().sum(), len(b.A)),

@@ -1,4 +1,4 @@
-"""The batch passed between the stages of a step, and its balance over the ranks."""
+"""The batch that one stage of a step passes to the next, and its balance over the ranks."""
 
 from __future__ import annotations
 
@@ -12,61 +12,54 @@ from common.distributed import World, from_all
 
 
 class Rollout:
-    """N = P·G sampled responses; row i answers prompt i // G. Every column is a tensor of N rows,
-    and a loss reads what it needs.
+    """N = P·G sampled responses, where row i answers prompt i // G. Each attribute that is set is a
+    column, a tensor of N rows, and a loss reads the columns that it needs.
 
-    Written by the sampler, in `generate`:
+    The sampler writes, in `generate`:
         sequences `[N, S]`      prompt, prefix and response, right-padded
-        prompt_len `[N]`        tokens before the sampled response (prefix included)
-        prefix_len `[N]`        how many of those are a given response prefix (0 without one)
+        prompt_len `[N]`        tokens before the sampled response, prefix included
+        prefix_len `[N]`        how many of these belong to a response prefix (0 without a prefix)
         tokens `[N, T]`         the sampled tokens, right-padded, and between them what a tool wrote
         mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0.
-                                A row's last token is a sampled one
+                                A row's last token is always a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
-        finished `[N]`          False where the length limit cut the response
+        finished `[N]`          False if the length limit cut the response
         sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
-                                each place, and log μ of each (centred)
-        sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
-    Written by `Task.score`:
+                                each place, and log μ of each
+        sampler_experts `[N, S, layers, k]`  where a mixture of experts sent each token
+    `Task.score` writes:
         problem `[N]`           the number of the training problem
-        rewards `[N]`           of the verifier
-        new_answer `[N]`        1.0 where no earlier response of the group has the same answer
-    Written by every `main`, after the rewards:
+        rewards `[N]`           the verifier's rewards
+        new_answer `[N]`        1.0 if no earlier response of the group has the same answer
+    Every `main` writes, after the rewards:
         advantages `[N]`        Â of the whole response
-    Written by every `main`, before the first update:
-        old_logp `[N, T]`       log π_old(token), by the trainer; of the first mini-batch in its
-                                update, where π_θ is still π_old
+    Every `main` writes, before the first update:
+        old_logp `[N, T]`       log π_old(token), by the trainer. The first mini-batch gets it in
+                                its update, where π_θ is still π_old
         ref_logp `[N, T]`       log π_ref(token), of the model before training; only with a KL term
-    Written by every `main`, in the update; metrics and samples.jsonl are made of them:
+    Every `main` writes, in the update, for metrics and samples.jsonl:
         logp, entropy `[N, T]`  of π_θ, before the optimiser step
         weight `[N, T]`         on ∇ log π_θ(token) in the gradient
-    Written by some files:
-        replayed_experts        like sampler_experts: where the trainer is told to send each token
-                                (minirl)
-        branch, origin `[N]`    0 on main rows, on branches their factor; the parent (deep_grpo)
-        working `[N, T]`, working_advantages `[N]`  1 on the working, and its own Â (blockwise)
-        spurious `[N, T]`       True on tokens to silence (stapo); `choose_tokens` of a file writes
-                                such a column from a whole mini-batch, before its update
-        values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
-        told `[N, S']`, told_len `[N]`  what a critic reads that knows the answer (ppo)
-        proxy_logp `[N, T]`     log π_proxy(token), -inf on filtered tokens (lp_reg)
-        teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
-        calls `[N]`, failed `[N]`  calls of a tool; whether one of them failed (tool)
-    Written by `response_logprobs` where there is `sampler_top_ids`:
-        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
+    Some files write these, and `common` reads them if they are there:
+        replayed_experts        like sampler_experts: where the trainer must send each token
+        token_advantages `[N, T]`  Â of each token, instead of the response's
+        NAME_logp `[N, T]`      log-probs under a further model, shown in samples.jsonl
+    `response_logprobs` writes, if the batch has `sampler_top_ids`:
+        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; only for a micro-batch
+    Single files add further columns, such as masks of tokens; look there for what they hold.
 
-    Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
-    at a time.
+    Columns of experts stay on the CPU: with long responses they take gigabytes, and the trainer
+    reads one micro-batch of them at a time.
     """
 
-    ref_logp: Tensor | None = None  # without a KL term; only what is set is a column (`vars`)
+    ref_logp: Tensor | None = None  # None without a KL term; `vars` lists only what an object sets
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)
 
     @property
     def ends(self) -> Tensor:
-        """`[N]`: tokens in each row of `sequences`."""
+        """The number of tokens in each row of `sequences`, `[N]`."""
         from_here = self.mask.flip(1).cumsum(1)  # [N, T], reversed: sampled tokens from here on
         return self.prompt_len + (from_here > 0).sum(1)
 
@@ -85,9 +78,9 @@ class Rollout:
         top_logps: list[Tensor] | None = None,
         masks: list[list[float]] | None = None,
     ) -> Rollout:
-        """The batch made of lists: a prompt and a prefix for each group, the rest for each row.
-        Without `masks` all tokens were sampled."""
-        n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
+        """Make a batch from lists: prompts and prefixes have an entry for each group, the others
+        for each row. Without `masks`, all tokens count as sampled."""
+        n = len(tokens) // max(1, len(prompts))  # responses per prompt; a rank may have no prompts
         prefixes = prefixes or [[] for _ in prompts]
         starts = []  # prompt and prefix of each row
         for prompt, prefix in zip(prompts, prefixes):
@@ -100,7 +93,7 @@ class Rollout:
         columns = {}
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
-        if top:  # a row's are [tokens, K]
+        if top:  # for each row [tokens, K]
             columns["sampler_top_ids"] = padded(top, torch.int32)
             columns["sampler_top"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(starts, tokens)]
@@ -117,7 +110,7 @@ class Rollout:
         )
 
     def rows(self, index: Tensor | slice) -> Rollout:
-        """The sub-batch of these rows; an `index` on any device."""
+        """Return the sub-batch of these rows. `index` may be on any device."""
         columns = {}
         for name, column in vars(self).items():
             place = index.to(column.device) if isinstance(index, Tensor) else index
@@ -125,13 +118,13 @@ class Rollout:
         return Rollout(**columns)
 
     def split(self, parts: int) -> list[Rollout]:
-        """Equal parts, in order; the number of rows is a multiple of `parts`."""
+        """Cut the batch into equal parts, in order; `parts` must divide the number of rows."""
         size = len(self) // parts
         return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
     @classmethod
     def join(cls, *parts: Rollout) -> Rollout:
-        """The rows of several batches as one batch, padded to the longest."""
+        """Join the rows of several batches into one batch, padded to the longest row."""
 
         def joined(columns: list[Tensor]) -> Tensor:
             if columns[0].dim() == 1:
@@ -143,7 +136,7 @@ class Rollout:
         return cls(**{name: joined([part[name] for part in full]) for name in full[0]})
 
     def to(self, device: torch.device) -> Rollout:
-        """The same batch on that device; columns of experts stay on the CPU."""
+        """Return the batch on another device; columns of experts stay on the CPU."""
         columns = {}
         for name, column in vars(self).items():
             columns[name] = column if name.endswith("_experts") else column.to(device)
@@ -153,14 +146,14 @@ class Rollout:
         return len(self.tokens)
 
     def put(self, rows: Tensor, **columns: Tensor) -> None:
-        """Write the values of these rows into columns, which are 0 elsewhere."""
+        """Write values into these rows of columns. A new column is 0 in all other rows."""
         for name, values in columns.items():
             if name not in vars(self):
                 setattr(self, name, values.new_zeros(len(self), *values.shape[1:]))
             getattr(self, name)[rows] = values
 
     def response_ids(self) -> list[list[int]]:
-        """Per row the whole response: given prefix and sampled tokens."""
+        """Return each row's whole response: its prefix and its sampled tokens."""
         starts = (self.prompt_len - self.prefix_len).tolist()
         rows = zip(self.sequences.tolist(), starts, self.ends.tolist())
         return [row[start:end] for row, start, end in rows]
@@ -168,10 +161,10 @@ class Rollout:
 
 @timed("balance")  # here a rank first waits for those that still sample or score
 def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
-    """Exchange rows until all ranks have about equally many tokens; all ranks call it together.
+    """Exchange rows until all ranks have about equally many tokens. All ranks must call it.
 
-    In every pass all ranks wait for the one with the most tokens. The exchange changes no sum over
-    all ranks. `unit` neighbouring rows always stay together. A rank may have no rows.
+    This saves time, because in every pass all ranks wait for the rank with the most tokens. It
+    changes no sum over all ranks. `unit` neighbouring rows stay together. A rank may have no rows.
     """
     if world.size == 1:
         return batch
@@ -198,7 +191,7 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
             missing = max(width[name] for _, width in shares) - column.shape[1]
             filler = column.new_zeros(len(column), missing, *column.shape[2:])
             column = torch.cat([column, filler], dim=1)
-        # As bytes [n, bytes], because no backend knows every type. A column [n] becomes [n, 1].
+        # Send bytes [n, bytes], because no backend knows every dtype. A column [n] becomes [n, 1].
         packed = column.unsqueeze(-1).flatten(1).view(torch.uint8)
         arrived = packed.new_empty(sum(received), packed.shape[1])
         dist.all_to_all_single(arrived, packed, received, sent)

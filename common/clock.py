@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase, counted by the functions that take them."""
+"""Where the time of a step goes: `timed` functions add their seconds to a phase."""
 
 import contextlib
 import time
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 
 SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last line of metrics.jsonl
-RUNNING: list[str] = []  # the phases that run now, one inside the other
+RUNNING: list[str] = []  # the phases that run now, from the outermost to the innermost
 
 
 @contextlib.contextmanager
 def timed(phase: str) -> Iterator[None]:
-    """Above a function: its seconds count towards `phase`. If another timed function calls it, they
-    count towards the phase of that one alone. An error keeps the outermost phase as `error.phase`.
+    """Count the seconds of the decorated function towards `phase`. If another timed function calls
+    it, only the caller's phase counts them. An exception gets the outermost phase as `.phase`.
     """
     wait_for_gpu()
     start = time.perf_counter()
@@ -32,6 +32,6 @@ def timed(phase: str) -> Iterator[None]:
 
 
 def wait_for_gpu() -> None:
-    """Kernels run after the call returns. Without this, another phase gets their time."""
+    """Wait for kernels, which run on after their call returns; else the next phase is charged."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Tasks: prompts, as text and as tokens, their answers, and the verifier that scores responses."""
+"""Tasks: prompts as text and tokens, answers and verifier. Rows and scoring come from `tasks/`."""
 
 import math
 import random
@@ -18,39 +18,39 @@ from common.tasks.rows import ROLES, Prompt, Row
 from common.tasks.sources import Score, Tool, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
-TRIED = 1000  # prompts that are tokenised to find one that fits
+TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # `final_answer` reads them
-DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
+DATE = datetime(2024, 7, 26)  # instead of today, in chat templates that write it: Llama's default
 
 
 @dataclass
 class Problem:
-    """One prompt, as text (or messages) and as the token ids the model is given, and its answer."""
+    """A prompt, as text (or messages) and as the token ids that the model reads, and its answer."""
 
     prompt: Prompt
-    answer: object  # a text; for the `reward` of a task file anything that JSON can hold
+    answer: object  # a text, or for a task file's own `reward` anything that JSON can hold
     prompt_ids: list[int]
-    index: int = -1  # its number in the stream of training problems
+    index: int = -1  # the number of a training problem in the stream
 
 
 @dataclass
 class Task:
-    """`train(i)`: the i-th training problem; `held_out`: problems that are never trained on."""
+    """A source of training problems, `train(i)`, and `held_out` problems never trained on."""
 
     name: str
     train: Callable[[int], Problem]
     held_out: list[Problem]
     verifier: Score
-    fingerprint: str = ""  # of what was read: a resumed run must see the same problems
+    fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
     final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
-    reply: Tool | None = None  # of variants/tool.py
-    reply_error: str = ""  # what the policy reads instead, where a call fails
+    reply: Tool | None = None  # a task file's tool
+    reply_error: str = ""  # what the policy reads instead if a call fails
 
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
-        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
-        writes the rollout's columns `problem`, `rewards` and `new_answer`."""
+        """Return the rewards `[P, G]` of G responses to each of P problems (P may be 0), and write
+        the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = texts_of(rollout, self.tokenizer)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
         answers = self.final(texts)
@@ -65,26 +65,26 @@ class Task:
 
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """The responses as verifiers read them, `[N]`: without special tokens, except TAGS.
+    """Return the N responses as verifiers read them: without special tokens, except TAGS.
 
-    A response begins with <think> where its prompt ends with that: the template has opened the
-    thought, and an answer in a thought that is never closed must not be paid.
+    If the prompt ends with <think>, the text begins with it: the template has opened the thought,
+    and an answer inside a thought that is never closed must not be rewarded.
     """
     if not len(rollout):
-        return []  # transformers would make one empty text
+        return []  # of no rows, transformers would make one empty text
     added = tokenizer.added_tokens_decoder.items()
     unread = {n for n, token in added if token.special and token.content not in TAGS}
     rows = [[n for n in row if n not in unread] for row in rollout.response_ids()]
     starts = (rollout.prompt_len - rollout.prefix_len)[:, None]  # [N, 1]
-    last = starts + torch.arange(-16, 0, device=starts.device)  # [N, 16]: where prompts end
+    last = starts + torch.arange(-16, 0, device=starts.device)  # [N, 16]: the prompts' last tokens
     ends = tokenizer.batch_decode(rollout.sequences.gather(1, last.clamp(min=0)))
     opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
     return [think + text for think, text in zip(opened, tokenizer.batch_decode(rows))]
 
 
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems. Rows whose prompts do
-    not fit are left out."""
+    """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
+    prompts are too long are left out."""
     source = source_for(args, bool(tokenizer.chat_template))
     for prompt, where in source.firsts:
         encode(prompt, source.instruction, tokenizer, where, args.chat)
@@ -92,7 +92,7 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     wrong += " and, with --max_new_tokens, into the model's positions"
 
     def train(index: int) -> Problem:
-        """Problem `index`; if it does not fit, another one by a rule of the index alone."""
+        """Return problem `index`, or one chosen by `index` alone if that prompt is too long."""
         rng = random.Random(f"instead/{args.seed}/{index}")
         place = index
         for _ in range(TRIED):
@@ -106,7 +106,7 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     held_out = list(islice(filter(None, problems), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
-    train(0)  # an error now, if no training prompt fits
+    train(0)  # fails now if no training prompt fits
     task = Task(args.task, train, held_out, source.verifier, tokenizer=tokenizer)
     task.fingerprint = source.fingerprint
     task.final = source.final or source.verifier.final_answers
@@ -118,7 +118,7 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
 def as_problem(
     row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
-    """A row and its prompt's tokens; None if these leave too few positions for a response."""
+    """Tokenise a row's prompt; None if it is too long or leaves too few positions to respond."""
     prompt, answer = row
     ids = encode(prompt, instruction, tokenizer, chat=args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
@@ -136,11 +136,11 @@ def encode(
     flag: str = "--model",
     chat: tuple[str, ...] = (),
 ) -> list[int]:
-    """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
+    """Return prompt and instruction as token ids, through the chat template or PLAIN_PROMPT.
 
-    `instruction` None: the prompt as it is, without a template; "": nothing is appended. Messages
-    take none, and need the template, which gets the options `chat`. `flag` names the model in
-    errors.
+    With the instruction None, the prompt is taken as it is, without a template. Messages ignore the
+    instruction and need the chat template, which gets the options `chat`. `flag` names the model in
+    error messages.
     """
     options = key_values("--chat", chat)
     for name in options:
@@ -154,7 +154,7 @@ def encode(
         turns = [{"role": "user", "content": text}]
     with blame(f"{flag}: its tokenizer cannot write the prompt {text[:200]!r}"):
         if turns is not None:
-            options = {"strftime_now": DATE.strftime} | options  # no new prompts at midnight
+            options = {"strftime_now": DATE.strftime} | options  # the same prompts tomorrow
             options |= {"tokenize": False, "add_generation_prompt": True}
             text = tokenizer.apply_chat_template(turns, **options)
         elif instruction is not None:
@@ -163,9 +163,9 @@ def encode(
         if not ids:
             raise ValueError("no token left")
         if turns is None:
-            special = tokenizer(text)["input_ids"]  # in front BOS, but at the end maybe EOS
+            special = tokenizer(text)["input_ids"]  # BOS in front, but maybe an EOS at the end
             return special[: special.index(ids[0])] + ids
-        for turn in turns:  # of other roles templates leave out thoughts, and write calls as JSON
+        for turn in turns:  # in other roles, templates drop thoughts and write calls as JSON
             if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
                 raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
-        return ids  # with special tokens: the template has written them
+        return ids  # the template has written the special tokens

@@ -24,25 +24,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.cli import BadInput, Flags, blame, in_one_line, say
 
-# How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
-# before an update they have agreed on the number of micro-batches, so they enter it together: a
-# rank that is missing there has failed.
+# How long a collective waits for the last rank. Sampling and verifying may take ranks very unequal
+# times. But they start an update together, because they have just agreed on the number of
+# micro-batches, so a rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
-LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
-SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
+LAYER = re.compile(r"\.\d+\.")  # in the names of a layer: model.layers.3.mlp, transformer.h.3.attn
+SMALL = 10_000_000  # parameters: in smaller models gathering shards takes longer than computing
 
 
 class StopFlag:
-    """SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) finish the current step, or
-    the current batch of an evaluation; a second one kills as usual. nohup's SIGHUP stays ignored.
-    """
+    """A flag that SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) raise: the run
+    ends after this step, or this batch of an evaluation. A second signal kills as usual. A SIGHUP
+    that nohup ignores stays ignored."""
 
     def __init__(self):
         self.raised = False
 
     def listen(self) -> None:
-        """Until this is called a signal ends the program at once."""
+        """Start to catch signals. Until then a signal ends the program at once."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._raise)
@@ -52,21 +52,21 @@ class StopFlag:
         signal.signal(number, signal.SIG_DFL)
 
     def anywhere(self, world: "World") -> bool:
-        """True on all ranks once one was signalled: they must leave the loop at the same step."""
+        """Tell all ranks whether any was signalled: they must leave the loop at the same step."""
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
 @dataclass
 class World:
-    """This process's place among the ranks, and the device it computes on."""
+    """This process's place among the ranks, and the device that it computes on."""
 
     rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # key-value store of all ranks; works after a rank has died
+    store: dist.Store | None = None  # key-value store of all ranks; works even if a rank has died
     groups: dict = field(default_factory=dict)  # see update_groups
     stop: StopFlag = field(default_factory=StopFlag)
-    # What must be closed at the end, while the ranks still hear each other; `launch` closes it.
+    # What to close at the end, while the ranks can still communicate; `launch` closes it.
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
@@ -74,14 +74,14 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def setup() -> World:
-    """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
+    """Join the process group, by NCCL on GPUs or gloo on CPUs. `python file.py` is one rank."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if not alone and not os.environ.get("MASTER_PORT"):
         raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
     if alone and os.environ.get("SLURM_NTASKS", "1") != "1":
         say("SLURM_NTASKS is not 1, but this process is a run of its own: use torchrun")
-    for name, value in one.items():  # vLLM reads them, too
+    for name, value in one.items():  # vLLM reads these variables, too
         os.environ[name] = value if alone else os.environ.get(name, value)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -90,15 +90,15 @@ def setup() -> World:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-        # cuDNN would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
+        # cuDNN would build a plan for every new shape, hundreds in a step, each up to 1 s.
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more threads pay only above 10M parameters
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # others may never be started
+    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # the others may never be started
         say(f"rank {rank} of {size} waits for the others at {os.environ['MASTER_ADDR']}")
     with blame(f"rank {rank} of {size} cannot join the others"):
-        if alone:  # a store inside this process, no port to collide on
+        if alone:  # this store needs no port, which another program could have taken
             store = dist.HashStore()
         else:
             store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
@@ -109,15 +109,15 @@ def setup() -> World:
 def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -> nn.Module:
     """Shard the policy in place with FSDP2, and give every rank the weights of rank 0.
 
-    FSDP gathers and frees weights unit by unit: each decoder layer is a unit, and the root unit
+    FSDP gathers and frees weights unit by unit. Each decoder layer is a unit, and the root unit
     holds embedding, last norm and head. `--shard_ranks` neighbouring ranks share one model; every
-    such group holds a replica. Master weights, gradients and their sums are float32; with dtype
+    such group holds a replica. Master weights, gradients and their sums are float32. With dtype
     bfloat16, forward and backward run on bfloat16 copies. With `offload` or `--offload`, shards,
     gradients and the optimiser step are in CPU memory. `--compile` compiles layers before that.
-    A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
-    same gradient, and cost 15% of a step at the embedded model's size.
+    A float32 model that is neither shared nor offloaded stays a plain module, because FSDP2 would
+    give the same gradient but add 15% to a step at the embedded model's size.
     """
-    # The decoder's layers, by whatever name a family holds them
+    # Find the decoder's layers by type: families name them differently.
     layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
     size = sum(parameter.numel() for parameter in policy.parameters())
     if args.compile:
@@ -125,7 +125,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         for layer in layers:
             layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
     if args.gradient_checkpointing:
-        for layer in layers:  # not by transformers: only in training mode, and dropout would act
+        for layer in layers:  # transformers would do it in training mode only, and with dropout
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
     sharing = args.shard_ranks or (1 if size < SMALL else world.size)  # ranks
@@ -142,8 +142,8 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         raise BadInput(f"--model: its layers share weights, which cannot be sharded: {alone}")
     options = {
         "mesh": DeviceMesh.from_group(sharers, world.device.type),
-        # Every unit frees its gathered weights after a pass. By default the root waits for a
-        # backward pass, which a reference model never has.
+        # Every unit frees its gathered weights after a pass. By default the root unit keeps them
+        # for a backward pass, but a reference model has none.
         "reshard_after_forward": True,
     }
     if args.dtype == "bfloat16":
@@ -154,7 +154,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         fully_shard(broadcast_module(layer, world), **options)
     policy = fully_shard(broadcast_module(policy, world), **options)
     if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
-        # Some families multiply by what they keep in float32 (MiniMax's decay).
+        # Some families multiply by numbers that they keep in float32 (MiniMax's decay) and fail.
         some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
         what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"
         with blame(f"--dtype bfloat16: {what}"), torch.no_grad():
@@ -163,30 +163,30 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
 
 
 class Compiled:
-    """A function that torch.compile compiles at its first call, for inputs of any shape: with
-    gradients, also its backward pass.
+    """A function that torch.compile compiles at its first call, with its backward pass if it needs
+    gradients, for inputs of any shape.
 
-    Where that fails, one line says so, and this process compiles nothing any more.
+    If that fails, it prints one line, and this process compiles nothing from then on.
     """
 
     failed = False
-    seconds = 0.0  # the first call of all, which compiles
+    seconds = 0.0  # how long the very first call took, which compiles
 
     def __init__(self, function: Callable, dynamic: bool | None = None):
-        """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
+        """Compile for all shapes at the first call (`dynamic`), or at the second shape (None)."""
         self.function = function
         self.dynamic = dynamic
 
     @cached_property
     def compiled(self) -> Callable:
-        # The backward pass is compiled with the forward pass, where `__call__` sees it fail. By
-        # default it waits for `loss.backward()`.
+        # Compile the backward pass together with the forward pass, so that `__call__` catches its
+        # errors. By default torch compiles it in `loss.backward()`.
         torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Inside a fused kernel bfloat16 numbers are rounded where uncompiled layers round them, so
-        # that the hf sampler, which is not compiled, computes the same log-probs.
+        # Round bfloat16 numbers inside a fused kernel as uncompiled layers do. The hf sampler is
+        # not compiled, and must compute the same log-probs.
         options = {"emulate_precision_casts": True}
-        # All layers of all models share the limit, 8 by default. Policy and reference need more:
-        # a graph with gradient, one without, one for frozen weights, and each again for one row.
+        # All layers of all models share this limit (default: 8). Policy and reference need more
+        # graphs: with gradient, without it, for frozen weights, and each of these for one row.
         return torch.compile(
             self.function, dynamic=self.dynamic, recompile_limit=64, options=options
         )
@@ -209,8 +209,8 @@ class Compiled:
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's two groups in the update: the `sharing` neighbours that share one model, and the
-    ranks that hold the same shards in other replicas. All models use the same ones."""
+    """Return this rank's two groups in the update: the `sharing` neighbours that share one model,
+    and the ranks that hold the same shards in other replicas. All models use the same groups."""
     if sharing not in world.groups:
         ranks = torch.arange(world.size).view(-1, sharing)  # [replicas, sharing]
         sharers, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), UPDATE_TIMEOUT)
@@ -220,12 +220,12 @@ def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.P
 
 
 def broadcast_module(module: nn.Module, world: World) -> nn.Module:
-    """Send rank 0's weights and buffers to every rank's device; all ranks call it together.
+    """Send rank 0's weights and buffers to every rank's device. All ranks must call it.
 
-    The other ranks need only the shapes (meta device). Tensors that are sharded already stay as
-    they are. Tied tensors stay tied.
+    The other ranks need only the shapes (meta device). Sharded tensors stay as they are, and tied
+    tensors stay tied.
     """
-    received = {}  # by the old tensor's id: a tied tensor comes up twice
+    received = {}  # by the old tensor's id, because a tied tensor comes up twice
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, value in tensors.items():
@@ -238,7 +238,7 @@ def broadcast_module(module: nn.Module, world: World) -> nn.Module:
 
 
 def broadcast_tensor(value: Tensor, world: World) -> Tensor:
-    """Rank 0's values of one parameter or buffer, on this rank's device."""
+    """Return rank 0's values of one parameter or buffer, on this rank's device."""
     if value.is_meta:
         received = torch.empty_like(value, device=world.device)
     else:
@@ -251,10 +251,10 @@ def broadcast_tensor(value: Tensor, world: World) -> Tensor:
 def full_parameters(
     policy: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together.
+    """Yield (name in the Hugging Face model, whole tensor) one by one. All ranks must call it.
 
-    Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers. Buffers
-    that belong to a checkpoint, such as a router's bias, come last.
+    Shards are cast to `dtype` before they are gathered, which gives the same numbers with half the
+    traffic. Buffers that belong to a checkpoint, such as a router's bias, come last.
     """
     for name, parameter in policy.lm.named_parameters():
         yield name, whole_tensor(parameter.detach(), dtype)
@@ -265,17 +265,17 @@ def full_parameters(
 
 
 def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor, cast to `dtype` and gathered if it is sharded; all ranks together."""
-    if isinstance(tensor, DTensor):  # offloaded shards go to the GPU first: it casts faster
+    """Cast a tensor to `dtype`, and gather it if it is sharded. All ranks must call it."""
+    if isinstance(tensor, DTensor):  # offloaded shards go to the GPU first, which casts faster
         tensor = tensor.to(tensor.device_mesh.device_type)
     tensor = tensor.to(dtype or tensor.dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
-    """Each entry summed over all ranks in float64, or the maximum of one named `*_max`.
+    """Sum each entry over all ranks in float64, or take the maximum if its name ends in `_max`.
 
-    Every rank gives the same keys.
+    All ranks must pass the same keys.
     """
     maxima = sorted(name for name in values if name.endswith("_max"))
     sums = sorted(values.keys() - set(maxima))
@@ -291,38 +291,38 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order, on every rank."""
+    """Concatenate the vectors of all ranks, of any lengths, in rank order, on every rank."""
     if world.size == 1:
         return values
     return torch.cat(from_all(values.cpu())).to(values.device)
 
 
 def from_all(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """The values of all ranks (of a group), in rank order, on every rank."""
+    """Return the values of all ranks (of a group), in rank order, on every rank."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def from_rank_0(value: object) -> object:
-    """The first rank's value, on every rank."""
+    """Return rank 0's value on every rank."""
     shared = [value]
     dist.broadcast_object_list(shared)
     return shared[0]
 
 
 def total_count(count: float | Tensor, world: World) -> float:
-    """The number of terms in the sums of all ranks; 1 where there are none: all gradients are 0."""
+    """Add up how many terms all ranks have summed; 1 if none, so that zero gradients stay zero."""
     return global_sum({"count": count}, world)["count"] or 1.0
 
 
 def divide_gradients(policy: nn.Module, count: float, world: World) -> None:
-    """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
+    """Turn each rank's gradient of its own sum into the gradient of the mean over all ranks.
 
     `count` is the number of terms in the sums of all ranks. FSDP has averaged the gradients over
-    the ranks that share a model. Times the number of these ranks, they are sums again. They are
-    then summed over replicas, and divided by the count. The result is the mean in the objective,
-    for any micro-batches and any number of ranks.
+    the ranks that share a model. Multiplied by the number of these ranks they are sums again, which
+    are then added up over replicas and divided by the count. The result is the gradient of the mean
+    in the objective, for any micro-batches and any number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     sharded = isinstance(gradients[0], DTensor)
@@ -336,5 +336,5 @@ def divide_gradients(policy: nn.Module, count: float, world: World) -> None:
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
+    """Scale the gradient of all shards to norm `max_norm` at most; return its norm before that."""
     return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()

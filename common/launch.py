@@ -1,4 +1,4 @@
-"""The start of every program: command line, ranks, and errors that are one line."""
+"""The start of every program: it reads the command line, joins the ranks, and prints errors."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ from common.clock import SECONDS
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
 
-Stage = Callable[[Flags, World], None]  # called with the flags and the ranks
-# Flags whose right value depends on the model, and their usual values.
+Stage = Callable[[Flags, World], None]
+# The flags whose right value depends on the model, and what people usually take.
 USUAL = {
     "lr": "usual in full fine-tuning: 1e-6 for billions of parameters, 1e-5 for some 100 million",
     "max_new_tokens": "usual: 512 to 4096",
@@ -30,14 +30,15 @@ USUAL = {
 
 
 def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None:
-    """Parse the flags, join the ranks, run `main(args, world)`.
+    """Parse the flags, join the ranks, and run `main(args, world)`.
 
-    Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
-    to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
+    Errors meant for people print as one line on stderr. The exit code is 2 for bad input, and 1 for
+    a run that had to stop. A program that does not train passes a `prepare(args, world)`, which
+    replaces `check`.
     """
     SECONDS.clear()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
-    with contextlib.suppress(AttributeError):  # a notebook's stdout shows all characters
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during loading prints no traceback
+    with contextlib.suppress(AttributeError):  # a notebook's stdout needs no such change
         sys.stdout.reconfigure(errors="backslashreplace")
     world = ALONE
     code = 0
@@ -50,11 +51,11 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
             check(args, world)
             check_defaults(args, sys.argv)
         main(args, world)
-        dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
+        dist.barrier()  # leave together, because gloo may abort a rank whose peer is still busy
     except Exception as error:
         code = 2 if isinstance(error, BadInput) else 1
         report(error, world)
-        if world.size > 1:  # a clean-up would wait for ranks that wait for this one
+        if world.size > 1:  # cleaning up would wait for ranks that wait for this one
             os._exit(code)
     finally:
         world.closing.close()
@@ -65,9 +66,9 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
 
 
 def report(error: Exception, world: World) -> None:
-    """Say what went wrong: one line if the error is meant for people, else a traceback.
+    """Print what went wrong: one line if the error is meant for people, else a traceback.
 
-    Of several ranks only the first that fails speaks; torchrun then ends the others.
+    Only the first rank that fails prints it; torchrun then ends the others.
     """
     if world.size > 1:
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -76,7 +77,7 @@ def report(error: Exception, world: World) -> None:
                 return
     if not isinstance(error, BadInput):
         print(file=sys.stderr)  # ends the line of the progress bar
-    # torch has no class of errors for the memory of CPUs.
+    # torch has no error class for CPU memory.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = getattr(error, "phase", "update or set-up")  # see `timed`
@@ -92,12 +93,12 @@ def report(error: Exception, world: World) -> None:
 
 
 def parse(Args: type[Flags]) -> Flags:
-    """`Args` from the command line. Of a wrong flag tyro's explanation, without its frame."""
+    """Parse the command line into `Args`. On a wrong flag, raise tyro's message without its box."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
-            words[place] = "--resume=True"  # what it means alone
+            words[place] = "--resume=True"  # what --resume without a value means
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -110,8 +111,7 @@ def parse(Args: type[Flags]) -> Flags:
 
 
 def check(args: Flags, world: World) -> None:
-    """Refuse values with which no run makes sense, or that leave a rank without its share, and
-    replace every `auto`."""
+    """Refuse flags that make no sense, or that ranks cannot share evenly; replace every `auto`."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
     if args.group_size < 2 and args.compares():
@@ -124,14 +124,14 @@ def check(args: Flags, world: World) -> None:
         with blame(f"--wandb {args.wandb}: cannot be used"):
             import wandb
 
-            wandb.Settings(project=args.wandb)  # its own rules for names
+            wandb.Settings(project=args.wandb)  # checks the name by W&B's own rules
             wandb.login()
     resolve_auto(args, world, args.model)
 
 
 def check_defaults(args: Flags, words: list[str]) -> None:
-    """Refuse a real model under defaults that are right for the embedded one: lr 3e-4 would destroy
-    it, and 64 tokens cut off every answer. `words` is the command line."""
+    """Refuse a real model with defaults made for the embedded one: lr 3e-4 would destroy it, and 64
+    tokens would cut off every answer. `words` is the command line."""
     named = {word.partition("=")[0].replace("-", "_") for word in words}
     left = [flag for flag in USUAL if f"__{flag}" not in named]
     if left and args.model not in EMBEDDED and parameters_of(args.model) > SMALL:
@@ -140,9 +140,9 @@ def check_defaults(args: Flags, words: list[str]) -> None:
 
 
 def resolve_auto(args: Flags, world: World, model: str) -> None:
-    """Replace `auto` by its value for this model on this machine; check that ranks divide."""
+    """Replace each `auto` for this model and machine; check that ranks divide into groups."""
     gpu = world.device.type == "cuda"
-    if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
+    if args.rollout == "auto":  # starting vLLM takes a minute, too long for an embedded model
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it

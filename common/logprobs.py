@@ -1,6 +1,6 @@
-"""Log-probabilities of the sampled tokens as the trainer computes them, in micro-batches.
+"""The trainer's log-probabilities of the sampled tokens, in micro-batches.
 
-No `[N, T, V]` tensor is ever held, and what the sampler reported is checked against them.
+They never need an `[N, T, V]` tensor. `sampler_gap` compares them with what the sampler reported.
 """
 
 import copy
@@ -17,29 +17,29 @@ from common.distributed import World, global_sum, shard
 from common.scale.head import Pair, Readout, TokenLogprobs, head_of
 from common.scale.routing import Routing, routers
 
-# The fixed cost of a forward and backward pass, in tokens: of a dense model, of one with experts.
-# Measured on a CPU (150 to 300), estimated on a GPU: FSDP gathers all weights twice in each pass,
-# and few of the experts compute a token.
+# The fixed cost of a forward and backward pass, in tokens, of a dense model and of one with
+# experts. It is measured on CPUs and estimated on GPUs, where FSDP gathers all weights twice in
+# each pass, although only a few of the experts compute a token.
 PASS_TOKENS = {"cpu": (256, 256), "cuda": (2048, 16384)}
 
 
 def entropies(logprobs: Tensor, tokens: Tensor) -> Tensor:
-    """The entropy (nats) of each row of log-probs `[b, V]`: `[b]`. The usual `Readout`."""
+    """Return the entropy (nats) of each row of log-probs, `[b, V]` -> `[b]`; the usual readout."""
     return -torch.linalg.vecdot(logprobs.exp(), logprobs)
 
 
 class Policy(nn.Module):
     """A causal language model as a policy: token ids in, log π(token) and a statistic out.
 
-    The `readout` computes this statistic of each token's distribution. It is usually `entropies`.
-    Without a readout the statistic is 0, and costs nothing. The output head runs inside this
-    module's forward, where FSDP has gathered its weight.
+    The `readout` computes the statistic from each token's distribution, usually its entropy.
+    Without a readout the statistic is 0 and costs nothing. The output head runs inside this
+    module's forward, because FSDP gathers its weight only there.
     """
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
-        self.compiled = False  # the head too; see `shard`
+        self.compiled = False  # whether `shard` compiled the model, and so the head as well
 
     def forward(
         self,
@@ -50,15 +50,15 @@ class Policy(nn.Module):
         replay: Tensor | None = None,
         others: Tensor | None = None,
     ) -> Pair:
-        """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
+        """Return log π and statistic, two `[M]`, of the token after each of the M places that are
+        True in `predicts [n, S]`.
 
-        `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
-        attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
-        `others [M, K]`: further tokens, whose log π at the same places are wanted, too; then log π
-        is `[M, 1 + K]`.
+        `sequences [n, S]` are right-padded. Causal attention then lets no real token see a pad, so
+        no attention mask is needed. `replay [n·S, layers, k]` are the experts to send each token
+        to. `others [M, K]` are further tokens at the same places; with them log π is `[M, 1 + K]`.
         """
-        self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
-        # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
+        self.routing.replay = replay  # gradient checkpointing repeats the pass, with it as well
+        # Why nonzero()? With a mask as an index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
@@ -71,9 +71,9 @@ class Policy(nn.Module):
 
 
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
-    """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
+    """Copy `lm` as it is now, frozen and sharded, as π_ref; None if β is 0.
 
-    With `--offload_reference` its shards wait in CPU memory.
+    With `--offload_reference` its shards stay in CPU memory between passes.
     """
     if args.beta <= 0:
         return None
@@ -82,29 +82,29 @@ def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy |
 
 
 def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths. A
-    longer row stands alone.
+    """Group rows of similar lengths into micro-batches of at most `max_tokens` tokens, padding
+    included, and return their row indices. A longer row is a micro-batch of its own.
 
-    Rows of 10, 10 and 90 tokens as one micro-batch would be padded to 270 tokens, of which 160 are
-    padding. All ranks get the same number, because FSDP's passes are collective; some may be empty.
+    Rows of 10, 10 and 90 tokens in one micro-batch would be padded to 270 tokens. All ranks get the
+    same number of micro-batches, because FSDP's passes are collective; some may be empty.
     """
     lengths = batch.ends.tolist()
     dense, moe = PASS_TOKENS[world.device.type]
     pass_cost = moe if routers(policy.lm) else dense  # in tokens
-    micros, tokens = [], 0  # tokens: those of the last micro-batch, without padding
+    micros, tokens = [], 0  # tokens in the last micro-batch, without padding
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        # If this row joins the last micro-batch, it is the longest there: all are padded to it.
+        # If this row joins the last micro-batch, it is the longest one, and all are padded to it.
         joined = len(micros[-1]) + 1 if micros else 1  # rows
         padded = joined * lengths[row]
         padding = padded - tokens - lengths[row]
-        # It joins, unless there are too many tokens, or another pass costs less than the padding.
+        # It joins, unless that makes too many tokens, or another pass costs less than the padding.
         if micros and padded <= max_tokens and padding <= pass_cost:
             micros[-1].append(row)
             tokens += lengths[row]
         else:
             micros.append([row])
             tokens = lengths[row]
-    micros = micros[::-1] or [[]]  # the longest rows come first: too little memory shows early
+    micros = micros[::-1] or [[]]  # the longest rows first, so that a lack of memory shows early
     most = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])  # of all ranks
     while len(micros) < most:
         largest = max(micros, key=len)
@@ -114,32 +114,32 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
 
 
 class Logprobs(NamedTuple):
-    """What a policy makes of every sampled token of a batch."""
+    """A policy's results for every sampled token of a batch."""
 
     logp: Tensor  # [N, T]: log π(token), zero on padding
-    statistic: Tensor  # [N, T]: what the readout makes of the distribution; zero without one
-    experts: Tensor | None  # [N, S, layers, k]: where each token was sent; None if not asked for
+    statistic: Tensor  # [N, T]: the readout of its distribution; zero without a readout
+    experts: Tensor | None  # [N, S, layers, k]: where each token was sent; None without `experts`
 
 
 def response_logprobs(
     policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
-    padding.
+    """Return log π(token), with gradient, and the readout's statistic of every sampled token: two
+    `[n, T]`, zero on padding.
 
-    Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
-    `top_logp [n, T, K]`: log π of these, with gradient.
+    If the batch has `sampler_top_ids`, the sampler's most likely tokens, it also gets the column
+    `top_logp [n, T, K]`: their log π, with gradient.
     """
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed, others = None, None
     if len(batch) == 0:
-        # Other ranks have rows left, and FSDP's collectives need all ranks: a pass over two tokens,
-        # of which nothing is used. Its gradients are zeros.
+        # Why a pass without rows? Other ranks have rows, and FSDP's collectives need all ranks. It
+        # computes two tokens, of which nothing is used, and its gradients are zero.
         sequences = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
         predicts = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
     else:
         sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
-        # Token t stands in column prompt_len + t, and the column before that one predicts it
+        # Token t is in column prompt_len + t, and the column before it predicts it.
         t = torch.arange(sequences.shape[1], device=blank.device) + 1  # [S]
         t = t - batch.prompt_len[:, None]  # [n, S]: the token that each column predicts
         inside = (t >= 0) & (t < where.shape[1])  # [n, S]
@@ -159,7 +159,7 @@ def response_logprobs(
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
-        logp.retain_grad()  # ∂loss/∂logp is minus each token's weight, which samples.jsonl shows
+        logp.retain_grad()  # ∂loss/∂logp is minus the token's weight, which samples.jsonl shows
     return logp, statistic
 
 
@@ -173,8 +173,8 @@ def all_logprobs(
     readout: Readout | None = None,
     experts: bool = False,
 ) -> Logprobs:
-    """`response_logprobs` of a whole batch without gradient, in micro-batches. `experts`: also say
-    where a mixture of experts sent each token."""
+    """Compute `response_logprobs` of a whole batch in micro-batches, without gradient. With
+    `experts`, also return where a mixture of experts sent each token."""
     logp, statistic = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
     sent = None
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
@@ -191,15 +191,15 @@ def all_logprobs(
 
 
 def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """The difference between the sampler's and the trainer's log-probs, from the same weights.
+    """Measure how far the sampler's log-probs are from the trainer's, from the same weights.
 
-    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, as pairs
-    (sum, tokens) of this rank.
+    Returns, as pairs (sum, tokens) of this rank, KL(μ ‖ π_old) by the k3 estimator, and the mean
+    and the largest |log π_old - log μ|.
     """
     kl, total, tokens, largest = 0.0, 0.0, 0.0, torch.tensor(0.0)
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
-        # expm1, because exp(gap) - 1 would lose the usual gaps of 1e-6 to rounding.
+        # Not exp(gap) - 1, in which a usual gap of 1e-6 would be lost to rounding.
         kl += (gap.expm1() - gap).sum()
         total += gap.abs().sum()
         if len(gap):  # a rank may have no rows

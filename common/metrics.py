@@ -16,10 +16,10 @@ from common.tasks.reward import Verifier
 
 
 class Means:
-    """Metrics of a step as (sum, count): exact means over any micro-batches and ranks.
+    """Metrics of a step as sums and counts: exact means over any micro-batches and ranks.
 
-    A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
-    Where nothing was counted there is no mean, and the metric is left out of the step.
+    With a count of None, the metric is the sum itself, or the maximum if its name ends in `_max`. A
+    metric whose count is 0 has no mean and is left out of the step.
     """
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Means:
         return self
 
     def reduce(self, world: World) -> dict[str, float]:
-        """Every metric over all ranks."""
+        """Compute every metric over all ranks."""
         sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
         means = {name: sums[name] / counts[name] for name in self.sums if counts[name]}
         return means | {name: sums[name] for name in self.plain}
@@ -52,9 +52,9 @@ def clip_shares(
     name: str = "clip",
     A: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Share of the response tokens that lose their gradient by a clip of r = π_θ/π_old `[n, T]`,
-    and its two parts: above 1 + high where Â > 0, below 1 - low where Â < 0. `A [n, T]` are the
-    advantages, if they are not one for each response."""
+    """Measure the share of response tokens that lose their gradient to a clip of r = π_θ/π_old, and
+    its two parts: r above 1 + high with Â > 0, and r below 1 - low with Â < 0. Pass the advantages
+    as `A [n, T]` if they are not one for each response."""
     A = batch.advantages[:, None] if A is None else A  # [n, 1] or [n, T]
     ratio = (logp - batch.old_logp).exp()  # [n, T]
     above = (A > 0) & (ratio > 1 + high)  # [n, T]
@@ -65,16 +65,16 @@ def clip_shares(
 
 
 def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
-    tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
-    negative advantage grow longer.
+    """Measure the entropy per token over all rows, and over those with Â > 0 (good) and Â < 0
+    (bad), and the tokens per row of both. A mean over all rows would hide how a collapse begins:
+    responses with a negative advantage grow longer.
     """
     entropy = batch.entropy  # [n, T]
     metrics = {"entropy": (entropy.sum(), batch.mask.sum())}
     by_row = entropy.sum(1)  # [n]
     lengths = batch.mask.sum(1)  # [n]
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
-        # Not lengths[rows]: on a GPU, the CPU would wait to learn how many rows that are.
+        # Not lengths[rows], for which the CPU would wait for the GPU to learn how many rows it has.
         tokens = lengths.where(rows, 0).sum()
         metrics[f"entropy_{name}"] = (by_row.where(rows, 0).sum(), tokens)
         metrics[f"len_{name}"] = (tokens, rows.sum())
@@ -82,14 +82,14 @@ def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
-    """Metrics of the sampled responses, in groups of G, and of their rewards."""
+    """Measure the sampled responses, in groups of G, and their rewards."""
     rewards = rollout.rewards.view(-1, G)  # [P, G]
     tokens = rollout.mask.sum()
     N = len(rollout)
     killed = task.verifier.take_killed() if isinstance(task.verifier, Verifier) else 0
     return {
         "reward": (rewards.sum(), N),
-        "distinct": (rollout.new_answer.sum(), len(rewards)),  # answers in a group
+        "distinct": (rollout.new_answer.sum(), len(rewards)),  # different answers in a group
         "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
@@ -100,16 +100,16 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
 
 @timed("evaluate")
 def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
-    """Accuracy on the held-out problems, over all ranks.
+    """Measure the accuracy on the held-out problems, over all ranks.
 
-    `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses;
-    `example`: the first problem with its greedy response, for samples.jsonl. {} where a signal has
-    asked to stop.
+    `greedy` is the accuracy of one response at temperature 0, and `sampled` the mean accuracy of
+    --eval_samples responses. `example` is the first problem with its greedy response, for
+    samples.jsonl. Returns {} if a signal asks the run to stop.
     """
     verifier = task.verifier
-    problems = task.held_out[world.rank :: world.size]  # of this rank
-    most = len(task.held_out[:: world.size])  # problems of a rank: of the first one
-    scored = {}  # the sum of the scores
+    problems = task.held_out[world.rank :: world.size]  # this rank's
+    most = len(task.held_out[:: world.size])  # how many rank 0 has: no rank has more
+    scored = {}  # sums of scores
     example = {}
     state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
@@ -130,11 +130,11 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
             if name == "greedy" and world.rank == 0 and start == 0:
                 shown = {"prompt": part[0].prompt, "answer": part[0].answer}
                 example["example"] = shown | {"response": texts[0], "reward": scores[0]}
-    engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
+    engine.load_state_dict(state)  # so how often a run evaluates does not change what it samples
     if isinstance(verifier, Verifier):
-        verifier.take_killed()  # the next step's `judge_killed` is of its own answers
+        verifier.take_killed()  # so the next step's `judge_killed` counts only its own answers
     scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
     totals = global_sum(scored, world)
-    if totals.pop("works") == 0:  # all rewards would be 0, and nothing could be learned
+    if totals.pop("works") == 0:  # all rewards would be 0, and there would be nothing to learn from
         raise RunStopped(f"{verifier.spec or 'math-verify'}: fails on every answer")
     return {name: total / len(task.held_out) for name, total in totals.items()} | example

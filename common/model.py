@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer; models whose files do not fit together are refused."""
+"""Loading a model and its tokenizer. Models that would be computed wrongly are refused here."""
 
 import contextlib
 import hashlib
@@ -30,7 +30,7 @@ SAFE = {"trust_remote_code": False}  # a model folder's own code never runs
 
 
 def source_of(name: str, flag: str = "--model") -> str:
-    """The folder or hub name of a model; BadInput where it can be neither."""
+    """Return the folder or hub name of a model; raise BadInput if it can be neither."""
     source = str(EMBEDDED.get(name, name))
     if name and Path(source).is_dir():
         if not any(Path(source).glob("*.safetensors")):
@@ -38,20 +38,20 @@ def source_of(name: str, flag: str = "--model") -> str:
         both = ("model.safetensors", "model.safetensors.index.json")
         if all(Path(source, file).exists() for file in both):
             raise BadInput(f"{flag} {name}: holds {' and '.join(both)}: remove the older weights")
-    elif name.count("/") != 1:  # no hub name
+    elif name.count("/") != 1:  # not a hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
     return source
 
 
 def config_of(source: str) -> PreTrainedConfig:
-    """A model's config.json with our attention: sdpa, or eager where the family has no sdpa.
+    """Read a model's config.json with our attention: sdpa, or eager if the family has no sdpa.
 
     The file may name another attention, even a kernel that transformers would download and run, and
-    that name wins over the argument of `from_pretrained`.
+    that would win over the argument of `from_pretrained`.
     """
     config = AutoConfig.from_pretrained(source, **SAFE)
-    # Before transformers asks for the package of its method
+    # Refuse it here, before transformers asks for the package of its quantisation method.
     if getattr(config, "quantization_config", None):
         raise ValueError("its weights are quantised: use a checkpoint that is not")
     config._attn_implementation = None
@@ -59,32 +59,32 @@ def config_of(source: str) -> PreTrainedConfig:
 
 
 def parameters_of(name: str) -> int:
-    """The number of a model's parameters, from its config.json alone."""
+    """Count a model's parameters, from its config.json alone."""
     source = source_of(name)
     with blame(f"--model {name}: cannot be loaded"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config_of(source), **SAFE).num_parameters()
 
 
 def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
-    """Model (float32; attention by sdpa or eager) and tokenizer, by hub name, folder or `tiny`;
-    `flag` is named if they are wrong.
+    """Load a model (float32; sdpa or eager attention) and its tokenizer, by hub name, folder or
+    `tiny`. Errors name `flag`.
 
-    Only rank 0 holds the weights, on the CPU; the other ranks of a node would need the same memory
-    again. They know the shapes (meta device) until `broadcast_module` sends the weights.
+    Only rank 0 holds the weights, on the CPU: a copy on each rank of a node would multiply the
+    memory. The others know the shapes (meta device) until `broadcast_module` sends the weights.
     Weights are float32 because they are the optimiser's master copy: at lr 1e-6 an update is
     smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass casts
-    down (see `distributed.shard`).
+    them down (see `distributed.shard`).
     """
     source = source_of(name, flag)
     logging.set_verbosity_error()  # check_weights refuses what transformers only warns about
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    # Of the folder's own, transformers refuses some to load and more to save: see `read_json`.
+    # transformers refuses to load, or to save, some models' own generation configs: see read_json.
     report["generation_config"] = GenerationConfig()
-    known = None  # by rank 0 alone: EOS, whether the head is the embedding, and which attention
+    known = None  # only rank 0 knows EOS, whether the head is tied, and the attention
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
-            raise ValueError("no tokenizer")  # transformers makes one up
+            raise ValueError("no tokenizer")  # transformers has made up an empty one
         config = config_of(source)
         options = SAFE | {"config": config, "dtype": torch.float32}
         if world.rank == 0:
@@ -94,10 +94,10 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
-            # The weights decide: a file may have a head of its own where config.json says tied.
+            # Look at the weights, because a file may have a head although config.json says tied.
             tied = lm.lm_head.weight is lm.get_input_embeddings().weight
             known = eos, tied, lm.config._attn_implementation
-            # For config.json: a resumed run must begin from the same weights.
+            # A hash for config.json, because a resumed run must have begun from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
             lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
@@ -109,7 +109,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm = AutoModelForCausalLM.from_config(**options).eval()
     lm.config.tie_word_embeddings = config.tie_word_embeddings
     lm.generation_config.eos_token_id = eos
-    # The tokenizer's own limit is often another model's or none.
+    # The tokenizer's own limit is often missing, or another model's.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
     tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
@@ -117,17 +117,17 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
 
 
 def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that could be trained but not saved, before it is trained."""
+    """Refuse a model that cannot be saved, before it is trained."""
     with blame(f"--save_hf: {name} cannot be saved"), TemporaryDirectory() as folder:
         config_of(source_of(name)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def check_weights(loaded: dict) -> None:
-    """Refuse weights that do not fit `config.json`: transformers would fill in random numbers."""
+    """Refuse weights that do not fit `config.json`; transformers would fill in random numbers."""
     wrong = sorted(loaded["missing_keys"])
     wrong += [key for key, _, _ in loaded["mismatched_keys"]]
-    # A vision tower's weights may be left over, but no layer of the language model, no classifier.
+    # A vision tower's weights may be left over, but no layer and no classifier.
     parts = ("model.layers.", "score.", "classifier.")
     wrong += [key for key in loaded["unexpected_keys"] if key.startswith(parts)]
     if wrong:
@@ -135,21 +135,21 @@ def check_weights(loaded: dict) -> None:
 
 
 def check_structure(lm: PreTrainedModel) -> None:
-    """Refuse models that `Policy` cannot compute, or would compute wrongly. Where sdpa is not the
-    model's attention, choose eager."""
+    """Refuse models that `Policy` cannot compute, or would compute wrongly. Choose eager attention
+    if sdpa computes something else than the model's own."""
     name = type(lm).__name__
     if lm.config.get_text_config() is not lm.config:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     if lm.base_model is lm or not hasattr(getattr(lm, "lm_head", None), "weight"):
         raise ValueError(f"{name} has no lm_head over a base model: not supported")
-    # These types look at the longest row of a micro-batch: log-probs would depend on other rows.
+    # These types depend on the longest row of a micro-batch, and so would a row's log-probs.
     for kind in ("dynamic", "longrope"):
-        if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
+        if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe nested by layer
             raise ValueError(
                 f"RoPE type {kind} scales by the batch's longest row: use another model"
             )
     some = torch.linspace(0, len(lm.lm_head.weight) - 1, 12).long()  # [12]
-    ids = torch.stack([some[:8], torch.cat([some[:4], some[8:]])])  # [2, 8]: they begin alike
+    ids = torch.stack([some[:8], torch.cat([some[:4], some[8:]])])  # [2, 8]: the first 4 are equal
 
     def gap(ours: Tensor, theirs: Tensor) -> float:
         return (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
@@ -158,8 +158,8 @@ def check_structure(lm: PreTrainedModel) -> None:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [2, 8, H]
         ours = head_of(lm).logits(head_product(hidden, lm.lm_head.weight))  # [2, 8, V]
         theirs = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
-        usual = lm.config._attn_implementation  # eager where the family has no sdpa (sinks)
-        lm.set_attn_implementation("eager")  # the plain formula, with all that a family adds to it
+        usual = lm.config._attn_implementation  # eager if the family has no sdpa (sinks)
+        lm.set_attn_implementation("eager")  # the plain formula, with all that the family adds
         plain = lm(input_ids=ids, use_cache=False).logits  # [2, 8, V]
     off = gap(ours, theirs)
     if off > 1e-4:  # rounding: 1e-6
@@ -169,7 +169,7 @@ def check_structure(lm: PreTrainedModel) -> None:
         raise ValueError(f"{name} is not causal: later tokens change earlier logits by {off:.2g}")
     if usual == "eager" and hasattr(lm.config, "index_topk"):  # DeepSeek-V4, HY-V4
         raise ValueError(f"{name}: its indexer is not causal in long rows: use another model")
-    # Gemma 2 caps scores, sdpa does not. Mamba's layers are no attention at all.
+    # Gemma 2 caps scores, which sdpa does not. Mamba's layers have no attention at all.
     if gap(theirs, plain) > 1e-3 or (usual == "eager" and not lm._is_stateful):
         say(f"{name}: sdpa is not its attention, so eager is used: slower, and more memory")
     else:
@@ -177,7 +177,7 @@ def check_structure(lm: PreTrainedModel) -> None:
 
 
 def read_json(source: str, name: str) -> dict:
-    """A JSON file of a model as it stands there; {} where there is none, or no JSON object."""
+    """Read a model's JSON file unchanged; return {} if it is missing or holds no JSON object."""
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(Path(cached_file(source, name)).read_bytes())
         return read if isinstance(read, dict) else {}
@@ -185,8 +185,8 @@ def read_json(source: str, name: str) -> dict:
 
 
 def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that ends a response: those that a model declares, the tokenizer's, and the
-    chat template's end of a turn, which base models do not declare."""
+    """List the token ids that end a response: those that a model declares, the tokenizer's EOS, and
+    the chat template's end of a turn, which base models do not declare."""
     ids = declared if isinstance(declared, list) else [declared]
     ids = [one for one in dict.fromkeys([*ids, tokenizer.eos_token_id]) if one is not None]
     if not ids or not all(isinstance(one, int) for one in ids):
@@ -199,9 +199,9 @@ def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special token with which the chat template ends the assistant's turn, if it does."""
+    """Return the special token, if any, with which the chat template ends the assistant's turn."""
     turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "So it is."}]
-    with contextlib.suppress(Exception):  # no template, or one for other chats
+    with contextlib.suppress(Exception):  # no template, or one that refuses this chat
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         behind = text.partition("So it is.")[2].strip()
         first = tokenizer(behind, add_special_tokens=False)["input_ids"][0]

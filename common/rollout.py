@@ -1,6 +1,6 @@
-"""Sampling responses: what an engine is, the transformers engine, and the choice of one.
+"""Sampling responses: what an engine must do, the transformers engine, and `make_engine`.
 
-Token ids cross between sampler and trainer, never text: encoded again, a text may give other ids.
+Sampler and trainer exchange token ids, never text: encoding a text again may give other ids.
 """
 
 import copy
@@ -20,12 +20,12 @@ from common.distributed import LAYER, World, broadcast_module, full_parameters
 from common.logprobs import Policy, response_logprobs
 from common.scale.head import head_of, head_product
 
-# Float8 leaves routers as they are: a rounded one chooses other experts.
+# Float8 leaves routers as they are, because a rounded router would choose other experts.
 ROUTERS = ("gate.weight", "router.weight")
 
 
 class Engine(Protocol):
-    """Samples from a policy that is frozen at the last `sync`."""
+    """A sampler, whose policy stays as it was at the last `sync`."""
 
     def generate(
         self,
@@ -36,27 +36,27 @@ class Engine(Protocol):
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
+        """Sample `n` responses of at most `limit` tokens to each prompt. Temperature 0 is greedy.
 
-        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
-        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
+        The responses to prompt p continue `prefixes[p]`, whose tokens count towards the limit.
+        `top_p` is for evaluation. In training it must stay 1, because log μ would belong to another
         distribution.
         """
 
     def sync(self, policy: torch.nn.Module) -> None:
-        """Take over the trainer's weights, one whole tensor at a time; all ranks together."""
+        """Copy the trainer's weights, one whole tensor at a time. All ranks must call it."""
 
     def state_dict(self) -> dict:
-        """Its random state, for bit-exact resume."""
+        """Return the random state, for bit-exact resume."""
 
     def load_state_dict(self, state: dict) -> None: ...
 
 
 class HFEngine:
-    """Samples with the transformers model in this process, from its own whole copy of the weights.
+    """A sampler that runs the transformers model in this process, with its own copy of the weights.
 
-    Faster than `model.generate`: a prompt is read once for its whole group, and finished rows leave
-    the batch.
+    It is faster than `model.generate`, because it reads a prompt only once for its whole group, and
+    drops rows from the batch when they finish.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class HFEngine:
         experts: bool = False,
         top: int = 0,
     ):
-        """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
-        report them, where the model has some. `top`: report so many most likely tokens."""
+        """`dtype` is float32, bfloat16, or float8: e4m3 matrices that compute in bfloat16. Report
+        `experts`, if the model has any, and at each place the `top` most likely tokens."""
         if not torch.cuda.is_available():
-            # With a mask, transformers copies keys and values for every query head. CPU kernels
-            # need no copy. (It is changed for the whole process.)
+            # With a mask, transformers copies keys and values for every query head, which CPU
+            # kernels do not need. (This changes it for the whole process.)
             sdpa_attention.use_gqa_in_sdpa = lambda *_: True
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.float8 = dtype == "float8"
-        # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
+        # `sync` casts weights to this dtype. None, because float8 rounds the float32 weights.
         self.sync_dtype = None if self.float8 else precision
         self.lm = broadcast_module(copy.deepcopy(lm), world).eval().requires_grad_(False)
         policy = Policy(self.lm)
@@ -87,21 +87,21 @@ class HFEngine:
         self.reports_experts = experts and self.routing.active
         self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
-        # Each rank has its own seed; the same run draws the same samples again.
+        # Each rank has its own seed. A run with the same seed draws the same samples.
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
         with blame(f"--rollout hf: cannot sample {type(lm).__name__}, try --rollout vllm"):
             self._check_cache(policy)
-        for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
+        for parameter in self.lm.parameters():  # not lm.to(): rotary frequencies must stay float32
             parameter.data = parameter.data.to(precision)
         what = f"{type(lm).__name__} does not compute in it: use float32"
         with blame(f"--rollout_dtype {dtype}: {what}"):
-            self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy: no random number is drawn
+            self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy, so that it draws no random number
 
     @timed("load")
     def _check_cache(self, policy: Policy) -> None:
-        """Refuse a model that has other log-probs with a cache than without: some families' caches
-        know neither padding nor rows. Two contexts of unequal length, of which one ends earlier."""
+        """Refuse a model whose log-probs change with a cache: some families' caches ignore padding
+        or rows. Try it on two contexts of unequal length, whose rows end at different times."""
         state = self.state_dict()
         found = self.generate([[1], [*range(9)]], 2, 12, 1.0, prefixes=[[], [1, 2, 3]])
         self.load_state_dict(state)
@@ -121,7 +121,7 @@ class HFEngine:
         return {"generator": self.generator.get_state(), "rank": self.rank}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["rank"] == self.rank:  # a rank that did not save keeps its fresh seed
+        if state["rank"] == self.rank:  # a rank that saved no state keeps its fresh seed
             self.generator.set_state(state["generator"])
 
     @timed("rollout")
@@ -149,13 +149,13 @@ class HFEngine:
     def _sample(
         self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
     ) -> dict[str, list]:
-        """Tokens, log-probs, experts and most likely tokens (if any) of N = len(prompts)·n rows,
-        decoded together: a list of rows each."""
+        """Decode N = len(prompts)·n rows together. Returns lists of N rows: tokens, log-probs, and
+        experts and most likely tokens if they are reported."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         width = max(map(len, contexts))
         rows = len(contexts) * n
         on = {"device": self.device}
-        # Left padding ends all contexts in the same column: one column a step extends every row.
+        # With left padding all contexts end in the same column, so one column extends every row.
         padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], **on)  # [P, width]
         length = torch.tensor([len(c) for c in contexts], **on)  # [P]
         attention = (torch.arange(width, **on) >= width - length[:, None]).long()  # [P, width]
@@ -167,15 +167,15 @@ class HFEngine:
             raise RunStopped(f"the model's logits are NaN or infinite: {why}")
         routed = torch.zeros(0)
         if self.reports_experts:
-            # The prompt's part moves from left- to right-padded. The last token of a response is
-            # never fed back: its place stays 0.
+            # Move the prompt's part from left to right padding. A response's last token is never
+            # fed back, so its experts stay 0.
             seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]
             routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
-        # Each prompt was read once; now it branches into n rows.
+        # Each prompt was read once. Now it becomes n rows.
         cache.reorder_cache(torch.arange(len(contexts), **on).repeat_interleave(n))
-        # Where no window slides sdpa takes a mask of True and False
+        # Without sliding windows, sdpa takes a boolean mask.
         windows = any(type(layer) is not DynamicLayer for layer in cache.layers)
         boolean = self.lm.config._attn_implementation == "sdpa" and not windows
         logits = logits.repeat_interleave(n, 0)  # [N, V]
@@ -203,12 +203,12 @@ class HFEngine:
             going = (~ended & ~too_long).nonzero()[:, 0]
             if len(going) == 0:
                 break
-            if len(going) < len(alive):  # finished rows leave: the few long ones go on without them
+            if len(going) < len(alive):  # finished rows leave, and the few long ones go on alone
                 cache.reorder_cache(going)
                 alive, token = alive[going], token[going]
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
-            # Ready for the kernel: from [alive, columns] transformers would make this mask again.
+            # In the kernel's shape; from [alive, columns] transformers would make this mask again.
             mask = attention
             if boolean:
                 mask = attention.bool()[:, None, None]  # [alive, 1, 1, columns]
@@ -228,7 +228,7 @@ class HFEngine:
     def _logits(
         self, tokens: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """Logits after the last column of `tokens`, whose keys and values go into the cache."""
+        """Put the keys and values of `tokens` into the cache; return the last column's logits."""
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
         last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
@@ -236,12 +236,12 @@ class HFEngine:
         return head_of(self.lm).logits(product)  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-        """The next token of each row `[rows, 1]`, and all log-probs `[rows, V]`."""
+        """Sample each row's next token; return it, `[rows, 1]`, and all log-probs, `[rows, V]`."""
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [rows, V]
         if top_p < 1:  # keep the most likely tokens that together reach top_p
             probs, order = logp.exp().sort(dim=-1, descending=True)  # [rows, V], [rows, V]
             before = probs.cumsum(-1) - probs  # [rows, V]: the mass of more likely tokens
-            beyond = before >= top_p  # [rows, V], in that order
+            beyond = before >= top_p  # [rows, V], in sorted order
             logp = logp.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
         if temperature > 0:
             token = torch.multinomial(logp.exp(), 1, generator=self.generator)  # [rows, 1]
@@ -251,12 +251,12 @@ class HFEngine:
 
 
 def cut(rows: list | Tensor, ends: list[int]) -> list:
-    """The rows without their padding: row i up to `ends[i]`."""
+    """Cut the padding off: row i ends at `ends[i]`."""
     return [row[:end] for row, end in zip(rows, ends)]
 
 
 def float8(weight: Tensor) -> Tensor:
-    """Each row rounded to 8-bit floats (e4m3, at most 448) at its own scale, as FP8 kernels do."""
+    """Round each row to 8-bit floats (e4m3, at most 448) at its own scale, as FP8 kernels do."""
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 448
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
@@ -264,10 +264,10 @@ def float8(weight: Tensor) -> Tensor:
 def make_engine(
     args: Flags, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
 ) -> Engine:
-    """The engine that `--rollout` names, with its own weights.
+    """Make the engine that `--rollout` names, with its own copy of the weights.
 
-    `record_experts`: its rollouts say which experts each token was sent to. `record_top`: and which
-    tokens were the most likely ones at each place, so many (at most the vocabulary).
+    With `record_experts`, its rollouts say which experts each token was sent to. `record_top` is
+    how many of the most likely tokens they report at each place.
     """
     if args.rollout == "vllm":
         from common.scale.vllm import VLLMEngine

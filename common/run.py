@@ -1,4 +1,4 @@
-"""A run: its folder with metrics, samples, curves and summary; its checks and its messages."""
+"""A run from start to end: what it writes into its folder, what stops it, and what it prints."""
 
 import json
 import math
@@ -32,28 +32,29 @@ from common.records.files import append, new_folder, read_lines, saved_config, w
 from common.records.samples import Samples, before_and_after
 from common.records.summary import ending_of, summary_of
 
-START = time.perf_counter()  # of the program, nearly
-MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
-# Largest mean |log π_old - log μ| by the lowest precision in use.
+START = time.perf_counter()  # about when the program started
+MOST_SKIPPED = 3  # NaN or infinite gradients in a row that stop the run
+MOST_APART = 3  # steps in a row that stop the run if sampler and trainer disagree in all of them
+# The largest mean |log π_old - log μ| that we accept, by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
+SHOWN = ("reward", "greedy", "tokens_per_s")  # metrics on the progress bar
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
+    """A run and its folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
     checkpoints/.
 
-    A run makes its own folder, or with --resume continues in one that no other process uses:
-    nothing of another run is ever moved or written over.
+    A run makes a folder of its own, or with --resume continues in one that no other process uses,
+    so it never moves or overwrites what another run has written.
     """
 
     def __init__(
         self, args: Flags, task: Task, world: World, algorithm: str, acted: dict[str, str]
     ):
-        """`acted`: metrics that show the algorithm at work, and their words for plots.
+        """Check what can be checked, and write nothing yet.
 
-        The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
+        `acted` maps metrics that show the algorithm at work to their titles in plots. The first one
+        stays 0 while the algorithm's own mechanism does nothing.
         """
         self.args = args
         self.task = task
@@ -69,15 +70,15 @@ class Run:
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         config["weights"] = from_rank_0(getattr(task.tokenizer, "weights", ""))  # of --model
-        self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
+        self.config = json.loads(json.dumps(config))  # tuples become lists, as in the file
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
         if task.fingerprint != from_rank_0(task.fingerprint):
             raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
-        self.checkpoint = None  # to continue from
-        self.repair = None  # what --back_to changes: flag -> value before and after
+        self.checkpoint = None  # the checkpoint to continue from
+        self.repair = None  # what --back_to changes: flag -> old and new value
         if args.back_to and not args.resume:
             raise BadInput(f"--back_to {args.back_to}: goes with --resume")
         if args.resume:
@@ -89,7 +90,7 @@ class Run:
                 self._lock_folder()
 
     def _lock_folder(self) -> None:
-        """Let no other process use the folder until this program ends."""
+        """Keep other processes out of the folder until this program ends."""
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(blocking=False)
@@ -98,17 +99,17 @@ class Run:
         self.world.closing.callback(lock.release)
 
     def start(self, done: int) -> None:
-        """Make the run folder, now that all input is known to be right, and say what comes."""
+        """Make the run folder, now that all input has been checked, and announce the run."""
         args = self.args
         self.done = done
         if self.world.rank == 0:
             if args.save_hf:
                 check_saving(args.model, self.task.tokenizer)
             saved = saved_config(self.folder) if done else {}
-            self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
+            self.config["id"] = saved.get("id") or uuid4().hex[:12]  # because names may repeat
             self.config["history"] = saved.get("history", [])
             if self.repair is not None:
-                self.config["id"] = uuid4().hex[:12]  # W&B takes no step twice
+                self.config["id"] = uuid4().hex[:12]  # a new W&B run, which takes no step twice
                 self.config["history"].append({"back_to": done, "changed": self.repair})
             if args.wandb:
                 import wandb
@@ -141,7 +142,7 @@ class Run:
             say(*lines)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps still to do, or until a signal asks to stop; rank 0 shows a
+        """Yield the numbers of the steps to do, until a signal asks to stop. Rank 0 also shows a
         progress bar."""
         done, last = self.done, self.args.steps
         self.bar = tqdm(
@@ -155,16 +156,15 @@ class Run:
             self.bar.update()
 
     def due(self, step: int, every: int) -> bool:
-        """Whether this step is one of every `every`, or the last one. (After `log` also whether a
-        signal has made it the last one: such a step is saved, but not evaluated.)"""
+        """Tell whether `every` divides this step, or it is the last one. After `log`, a signal may
+        have made it the last one: such a step is saved, but not evaluated."""
         return step % every == 0 or step == self.args.steps or self.stopping
 
     def log(
         self, step: int, metrics: dict[str, float], minibatches: Sequence[Rollout] = ()
     ) -> None:
-        """Append the step to metrics.jsonl and samples.jsonl, and show it on the progress bar.
-
-        Also finds out whether a signal asked the run to stop after this step."""
+        """Append the step to metrics.jsonl and samples.jsonl, show it on the progress bar, and find
+        out whether a signal asks the run to stop after this step."""
         example = metrics.pop("example", None)
         self.note("samples.jsonl", self.samples.collect(step, example, minibatches))
         line = {"step": step} | metrics | self._seconds()
@@ -178,14 +178,14 @@ class Run:
         self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
     def _seconds(self) -> dict[str, float]:
-        """The seconds since the last line, in all and by phase."""
+        """Return the seconds since the last line, in all and by phase."""
         wait_for_gpu()
         now = time.perf_counter()
         seconds = now - self.since
         self.since = now
         phases = {f"seconds_{phase}": spent for phase, spent in SECONDS.items()}
         SECONDS.clear()
-        phases["seconds_update"] = seconds - sum(phases.values())  # all that is not timed
+        phases["seconds_update"] = seconds - sum(phases.values())  # everything that is not timed
         return phases | {"seconds": seconds}
 
     def note(self, name: str, rows: list[dict]) -> None:
@@ -194,10 +194,10 @@ class Run:
             append(self.folder / name, rows)
 
     def check_gradient(self, norm: float, batch: Rollout) -> dict[str, tuple]:
-        """Stop the run if the norms of MOST_SKIPPED gradients in a row were no numbers, and leave
-        the batch in its folder. The norm is the same on every rank.
+        """Stop the run if MOST_SKIPPED gradients in a row were NaN or infinite, and save the last
+        batch in its folder. `norm` is the gradient's norm, which is the same on every rank.
 
-        Returns the metrics `grad_norm` (of applied gradients) and `skipped` (how many were not).
+        Returns the metrics `grad_norm`, of applied gradients, and `skipped`, how many were not.
         """
         finite = math.isfinite(norm)
         self.skipped = 0 if finite else self.skipped + 1
@@ -207,24 +207,24 @@ class Run:
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
-        # All ranks skip together. A metric with the count None is summed over ranks: each adds its
-        # part of one.
+        # All ranks skip together. A metric with the count None is summed over ranks, so each rank
+        # adds its share of 1.
         skipped = 0.0 if finite else 1 / self.world.size
         return {"grad_norm": (norm if finite else 0.0, finite), "skipped": (skipped, None)}
 
     def check_sampler(self, minibatches: list[Rollout]) -> dict[str, tuple]:
-        """Stop the run if sampler and trainer disagree; else return the metrics of the sampler.
+        """Stop the run if sampler and trainer disagree; else return the metrics of their gap.
 
-        They disagree if the gap is above the tolerance in MOST_APART steps in a row, or above ten
-        times the tolerance once. Then every ratio would be wrong, and nothing else would show it.
+        They disagree if the gap is above the tolerance in MOST_APART steps in a row, or once above
+        ten times the tolerance. Every ratio would be wrong then, and nothing else would show it.
         """
         sampler = sampler_gap(minibatches)
         gap = Means().add(**sampler).reduce(self.world)["sampler_gap"]  # over all ranks
-        precisions = (self.args.dtype, self.args.rollout_dtype)  # the second one may be "auto"
+        precisions = (self.args.dtype, self.args.rollout_dtype)  # the second may be "auto"
         usual = max(TOLERANCE.get(precision, 0.0) for precision in precisions)
         tolerance = self.args.sampler_tolerance or usual
         self.apart = 0 if gap <= tolerance else self.apart + 1
-        if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
+        if self.apart == MOST_APART or not gap <= 10 * tolerance:  # also true if gap is NaN
             wrong = f"mean |log π_old - log μ| is {gap:.2g}, tolerance {tolerance:.2g}"
             raise RunStopped(
                 f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced after "
@@ -234,7 +234,7 @@ class Run:
         return sampler
 
     def finish(self) -> None:
-        """Draw the curves; after the last step also write summary.json and say what happened."""
+        """Draw the curves. After the last step, also write summary.json and print what happened."""
         if self.world.rank > 0:
             return
         self.bar.close()
@@ -256,7 +256,7 @@ class Run:
         self.say(f"greedy   {ending_of(summary)}")
         self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
-        if acted and not any(acted):  # null (a NaN) does not count as acting
+        if acted and not any(acted):  # a null, which stands for NaN, does not count as acting
             idle = f"{self.acted} was 0 at every step"
             if self.args.minibatches == 1:  # nothing is wrong
                 self.say(f"{idle}: with --minibatches 1 no ratio leaves 1, and no clip can act")

@@ -1,13 +1,13 @@
-"""An exercise: a file of this repository with function bodies removed.
+"""Make an exercise: a file of this repository with function bodies removed.
 
     python -m labs.blank                    lists the exercises, from * (easy) to ***
     python -m labs.blank grpo > mine/grpo.py
     python -m labs.grade mine/grpo.py
 
-Of an algorithm's file, `advantages`, `policy_loss` and what only the loss calls keep their
-signature and docstring; `measures`, the metrics, is a second exercise that may be left out. The
-others are one function each. The first line says which exercise it is, so the file may have any
-name.
+In an algorithm's file, `advantages`, `policy_loss` and the functions that only the loss calls keep
+their signature and docstring. `measures`, the metrics, is a second exercise that you may leave out.
+All other exercises are one function each. The first line says which exercise it is, so the file may
+have any name.
 """
 
 import ast
@@ -23,26 +23,26 @@ from tools import arguments
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
-# Parts of a loss: taken, too
+# Parts of a loss, which are removed, too.
 PARTS = tuple(
     """k3 sequence_ratio gates gate_widths temperatures importance_weight phi log_proxy_ratio
     correction""".split()
 )
 HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
-# What is asked for is small, has a catch, or needs the head of the file read closely
+# Easy exercises are small. Hard ones have a catch, or need a close reading of the file's header.
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
 HARD = "maspo vcpo deep_grpo stapo icepop blockwise lp_reg recipe rank_advantages"
 
 
 def single() -> dict[str, ast.FunctionDef]:
-    """The exercises that are one function each."""
+    """Return the exercises that are one function each."""
     tree = ast.parse(EXERCISES.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def flags(function: ast.FunctionDef) -> list[str]:
-    """Comment lines: the flags that a function reads, of `Args`."""
+    """Write comment lines with the flags of `Args` that a function reads."""
     names = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
@@ -54,7 +54,7 @@ def flags(function: ast.FunctionDef) -> list[str]:
 
 
 def explained(name: str) -> list[str]:
-    """Comment lines: which metrics the file's `measures` returns."""
+    """Write comment lines with the metrics that a file's `measures` returns."""
     spec = importlib.import_module(f"checks.{name}")
     args, _, batch = checks.reached(importlib.import_module(MODULES[name]), spec.CASES[0])
     names = ", ".join(spec.statistics(checks.written(args, batch)))
@@ -64,7 +64,7 @@ def explained(name: str) -> list[str]:
 
 
 def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
-    """The source. These functions keep signature and docstring; `measures` returns nothing."""
+    """Empty functions in a source, but keep signatures and docstrings; `measures` returns {}."""
     lines = source.splitlines()
     functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
     for node in reversed([n for n in functions if n.name in (*taken, "measures")]):
@@ -78,20 +78,20 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
             todo = [*explained(file), "    return {}"]
         else:
             todo = [*flags(node), TODO.format(name=node.name)]
-        if opened and not closed:  # its end stands further down
+        if opened and not closed:  # the mark is closed further down
             todo.insert(0, "    # <own>")
         lines[start:end] = todo
     return "\n".join(lines) + "\n"
 
 
 def files_of_exercises() -> dict[str, Path]:
-    """The algorithm files with a function to write: some variants have their base file's."""
+    """Return the algorithm files with a function to write; some variants use their base file's."""
     texts = {path: path.read_text(encoding="utf-8") for path in algorithms()}
     return {p.stem: p for p, text in texts.items() if any(f"\ndef {x}(" in text for x in TAKEN)}
 
 
 def blank(name: str) -> str:
-    """The text of an exercise. BadInput for another name."""
+    """Write the text of an exercise. Raise BadInput for any other name."""
     files = files_of_exercises()
     if name in files:
         text = emptied(files[name].read_text(encoding="utf-8"), TAKEN + PARTS, name)
@@ -108,7 +108,7 @@ def blank(name: str) -> str:
 
 
 def listed() -> str:
-    """Every exercise with its difficulty and its title."""
+    """List every exercise with its difficulty and its title."""
     files = {n: ast.parse(p.read_text(encoding="utf-8")) for n, p in files_of_exercises().items()}
     rows = []
     for name, node in (files | single()).items():
@@ -122,7 +122,7 @@ def main() -> None:
     parser = arguments(__doc__, "labs.blank")
     parser.add_argument("name", nargs="?", metavar="NAME")
     name = parser.parse_args().name
-    sys.stdout.reconfigure(encoding="utf-8")  # a file of exercises is UTF-8, as Python reads it
+    sys.stdout.reconfigure(encoding="utf-8")  # Python reads source files as UTF-8
     try:
         sys.stdout.write(blank(name) if name else listed())
         if name and sys.stdout.isatty():

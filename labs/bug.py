@@ -1,11 +1,11 @@
-"""Find the bug: a damaged file and the true one, trained side by side. Only the curves are shown.
+"""Find the bug: a damaged file and the true one train side by side, and you see only the curves.
 
-    python -m labs.bug                      what there is
+    python -m labs.bug                      lists the bugs
     python -m labs.bug 3                    two short runs (a minute or two each), one figure
     python -m labs.bug 3 --smoke            the same in seconds, to try the machine: shows nothing
     python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
 
-Most damages are named ones of the tests: no damaged file is stored anywhere.
+Most damages are the named ones of the tests, so that no damaged file is stored anywhere.
 """
 
 import os
@@ -36,20 +36,20 @@ OUT = Path("runs/labs/bugs")
 class Bug:
     """A damage and what there is to learn from it.
 
-    `named` is one of checks/FILE.py, or of checks/loop_mutants.py where `seen_by` is the
-    loop's test; or else the damage stands here, as (what stands there once, what it becomes).
+    `named` is a damage's name in checks/FILE.py, or in checks/loop_mutants.py if the loop's test
+    sees it; or it is the damage itself, as (a text that the file has once, what it becomes).
     """
 
     named: str | tuple[str, str]
-    seen_by: str  # a check of checks/FILE.py, or test_loop's
-    look: str  # a question that does not tell
-    why: str  # what it does, and what gave it away
-    real: str = ""  # public code in which it was
+    seen_by: str  # a check of checks/FILE.py, or the loop's test
+    look: str  # a question that does not give the answer away
+    why: str  # what the damage does, and what shows it
+    real: str = ""  # public code that had it
     file: str = "grpo"
     flags: str = ""
 
     def damage(self) -> tuple[str, str]:
-        """What stands in the file, and what it becomes."""
+        """Return a text of the file, and what it becomes."""
         if not isinstance(self.named, str):
             return self.named
         if self.seen_by != LOOP:
@@ -186,12 +186,12 @@ BUGS = [
 
 
 def damaged(bug: Bug) -> str:
-    """The text of the damaged file."""
+    """Return the text of the damaged file."""
     return checks.replaced(PATHS[bug.file], *bug.damage())
 
 
 def finished(folder: Path, steps: int) -> bool:
-    """Whether there is a run of so many steps that went to its end, evaluation and all."""
+    """Tell whether `folder` has a run of `steps` steps that is finished and evaluated."""
     if not (folder / "summary.json").exists():
         return False
     last = read_lines(folder / "metrics.jsonl")[-1:]
@@ -199,8 +199,8 @@ def finished(folder: Path, steps: int) -> bool:
 
 
 def train(path: Path, folder: Path, flags: str) -> None:
-    """`python path RUN FLAGS`, one thread, unless the folder has that run. The folder is there when
-    the run is finished: an interrupted one leaves nothing behind."""
+    """Run `python path RUN FLAGS` with one thread, unless the folder has that run. The folder
+    appears when the run is finished, so an interrupted run leaves nothing behind."""
     words = [*RUN.split(), *flags.split()]
     steps = int([value for name, value in zip(words, words[1:]) if name == "--steps"][-1])
     if finished(folder, steps):
@@ -220,7 +220,7 @@ def train(path: Path, folder: Path, flags: str) -> None:
 
 
 def play(number: int, out: Path, more: str = "") -> None:
-    """Both runs, with `more` flags, which make it a smoke test, and their figure."""
+    """Train both runs and draw their figure; `more` flags make it a smoke test."""
     bug = BUGS[number - 1]
     flags = f"{bug.flags} {more}"
     mark = re.sub(r"\W+", "_", flags).strip("_")
@@ -238,7 +238,7 @@ def play(number: int, out: Path, more: str = "") -> None:
 
 
 def reveal(number: int) -> str:
-    """The line, the reason, the check, the source."""
+    """Describe a bug: its line, the reason, the check, and public code that had it."""
     bug = BUGS[number - 1]
     path = PATHS[bug.file]
     before = path.read_text(encoding="utf-8").splitlines()

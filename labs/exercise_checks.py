@@ -1,6 +1,6 @@
-"""What is held of each of exercises.py: name -> checks of a module that has the function, and a
-hint to each; and damages, which the grader's hint names: name -> {damage: (what stands in
-exercises.py once, what it becomes)}."""
+"""The checks of exercises.py. CHECKS maps a name to checks of a module with that function, each
+with a hint. MUTANTS maps it to known mistakes, which the grader's hint names, as {mistake: (a text
+that exercises.py has once, what it becomes)}."""
 
 import itertools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ float64 = torch.float64
 
 
 class Pause(BaseException):
-    """A rank waits for the others' part of a sum."""
+    """A rank's wait for the other ranks' parts of a sum."""
 
 
 def on_ranks(job: Callable, *each: tuple) -> list:
-    """`job(*arguments, all_sum)` on as many ranks as there are arguments, in turns: a rank that
-    needs a sum which is not known yet begins again when it is."""
+    """Run `job(*arguments, all_sum)` in turns, on a rank for each element of `each`. A rank that
+    needs an unknown sum begins again when the sum is known."""
     sums, done = [], [None] * len(each)
     for _ in range(50):
         asked: list[list[Tensor]] = []
@@ -45,7 +45,7 @@ def on_ranks(job: Callable, *each: tuple) -> list:
 
 
 def check_temperature(module: ModuleType) -> None:
-    """The log-probs are those of softmax(logits / temperature), over the whole vocabulary."""
+    """Expect the log-probs of softmax(logits / temperature), over the whole vocabulary."""
     logits = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.0, -1.0]], dtype=float64)
     for temperature in (0.5, 1.0, 2.0):
         chances = (logits / temperature).exp()
@@ -55,21 +55,21 @@ def check_temperature(module: ModuleType) -> None:
 
 
 def check_large_logits(module: ModuleType) -> None:
-    """Logits of 1000 and of -1000 give finite log-probs: no exp of a logit, no log of a 0."""
+    """Expect finite log-probs for logits of 1000 and -1000: no exp of a logit, no log of a 0."""
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, 0.0]])
     logp = module.sampler_logprobs(logits, torch.tensor([1, 0]), 1.0)
     near(logp, [-1000.0, -1000.0], "logits [1000, 0], token 1, and [-1000, 0], token 0", 1e-3)
 
 
 def check_logits_are_left(module: ModuleType) -> None:
-    """The logits are left as they are: nothing is changed in place."""
+    """Expect unchanged logits: nothing is done in place."""
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     module.sampler_logprobs(logits, torch.tensor([1]), 2.0)
     assert logits.tolist() == [[1, 2, 4]], f"[[1, 2, 4]] has become {logits.tolist()}"
 
 
 def check_bfloat16(module: ModuleType) -> None:
-    """bfloat16 logits are made float32 before the softmax, not after."""
+    """Expect that bfloat16 logits become float32 before the softmax, not after it."""
     logits = torch.linspace(-1, 1, 1000).bfloat16()[None]
     logp = module.sampler_logprobs(logits, torch.tensor([500]), 1.0)
     assert logp.dtype != torch.bfloat16, "the log-probs are bfloat16"
@@ -82,7 +82,7 @@ GROUPS = [torch.tensor([0, 0, 1]), torch.tensor([1, 0, 1])]
 
 
 def check_spread_groups(module: ModuleType) -> None:
-    """Each group's z-score is over all its rows, wherever they are."""
+    """Expect each group's z-score over all its rows, wherever they are."""
     scores = on_ranks(module.rank_advantages, *((r, g, 2) for r, g in zip(REWARDS, GROUPS)))
     rewards, groups = torch.cat(REWARDS), torch.cat(GROUPS)
     wanted = torch.empty_like(rewards)
@@ -94,7 +94,7 @@ def check_spread_groups(module: ModuleType) -> None:
 
 
 def check_rank_without_rows(module: ModuleType) -> None:
-    """A rank without a row of some group, or without any, still takes part in every sum."""
+    """Expect a rank without rows, of one group or of all, to take part in every sum."""
     none = (torch.zeros(0, dtype=float64), torch.zeros(0, dtype=torch.long), 2)
     scores = on_ranks(module.rank_advantages, (torch.cat(REWARDS), torch.cat(GROUPS), 2), none)
     shape = list(scores[1].shape)
@@ -103,8 +103,8 @@ def check_rank_without_rows(module: ModuleType) -> None:
 
 
 def check_equal_rewards(module: ModuleType) -> None:
-    """Eight float32 rewards of 0.7 on two ranks, and a group of one, have advantages of 0, to 1e-6:
-    rounding is not made large."""
+    """Expect 0, to 1e-6, for eight float32 rewards of 0.7 on two ranks and for a group of one:
+    rounding must not be amplified."""
     rewards = torch.full((8,), 0.7), torch.full((1,), 0.7)
     groups = torch.tensor([0] * 7 + [1]), torch.tensor([0])
     scores = torch.cat(on_ranks(module.rank_advantages, *((*x, 2) for x in zip(rewards, groups))))
@@ -112,15 +112,15 @@ def check_equal_rewards(module: ModuleType) -> None:
 
 
 def check_large_rewards(module: ModuleType) -> None:
-    """Rewards of 10,000 and 10,001 in float32 have the z-scores of 0 and 1: the variance is not a
-    difference of two large numbers."""
+    """Expect the same z-scores for float32 rewards of 10,000 and 10,001 as for 0 and 1: the
+    variance must not be a difference of two large numbers."""
     rewards = torch.tensor([10000.0, 10001.0, 10001.0, 10000.0])
     scores = on_ranks(module.rank_advantages, (rewards, torch.zeros(4, dtype=torch.long), 1))[0]
     near(scores, [-0.8660, 0.8660, 0.8660, -0.8660], "rewards 10000 and 10001, twice each", 1e-3)
 
 
 def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callable]:
-    """Micro-batches of (θ - i)² for tokens i = 0, 1, ...; `alive` counts graphs not yet freed."""
+    """Make micro-batches of (θ - i)² for tokens i = 0, 1, ...; `alive` counts graphs in memory."""
     starts = itertools.accumulate(sizes, initial=0)
 
     def micro(first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callabl
 
 
 def check_any_division(module: ModuleType) -> None:
-    """Micro-batches of 1 and 9 tokens give the gradient of the mean over ten, as one of 10 does."""
+    """Expect the gradient of the mean over ten tokens, in any division into micro-batches."""
     for sizes in ([1, 9], [3, 3, 4], [10]):
         parameter = torch.tensor(2.0, dtype=float64, requires_grad=True)
         mean = module.accumulate(parameter, parts(parameter, sizes, [0]))
@@ -146,7 +146,7 @@ def check_any_division(module: ModuleType) -> None:
 
 
 def check_ess(module: ModuleType) -> None:
-    """Equal weights give 1, a single heavy one 1/B, and the formula in between."""
+    """Expect 1 for equal weights, and the formula for others."""
     log_w = torch.tensor([0.1, -0.3, 0.7, 0.0], dtype=float64)
     w = log_w.exp()
     wanted = w.sum() ** 2 / (4 * (w**2).sum())
@@ -155,8 +155,8 @@ def check_ess(module: ModuleType) -> None:
 
 
 def check_ess_far_out(module: ModuleType) -> None:
-    """log w of 500 or -500, all alike, give 1: a common factor is no matter, and what is far below
-    the largest counts for nothing."""
+    """Expect 1 if all log w are 500 or -500, since a common factor does not matter, and 1/B if one
+    weight dwarfs the others."""
     uneven = torch.tensor([0.0, -1, -2, -2])
     w = uneven.exp()
     for shift in (-500.0, 500.0):
@@ -168,7 +168,7 @@ def check_ess_far_out(module: ModuleType) -> None:
 
 
 def check_pass_by_counting(module: ModuleType) -> None:
-    """Over all choices of k of the n samples, the share with a right one among them."""
+    """Expect the share of all choices of k from n samples that have a right one."""
     for n, c, k in ((5, 2, 3), (6, 1, 2), (4, 0, 2), (4, 4, 1), (5, 3, 5), (7, 3, 1)):
         chosen = list(itertools.combinations([1] * c + [0] * (n - c), k))
         wanted = sum(any(pick) for pick in chosen) / len(chosen)
@@ -176,13 +176,13 @@ def check_pass_by_counting(module: ModuleType) -> None:
 
 
 def check_pass_of_many(module: ModuleType) -> None:
-    """n = 10,000 neither overflows nor takes long."""
+    """Expect that n = 10,000 neither overflows nor takes long."""
     near(module.pass_at_k(10_000, 1, 5_000), 0.5, "n = 10000, c = 1, k = 5000", 1e-9)
     near(module.pass_at_k(10_000, 5_000, 1), 0.5, "n = 10000, c = 5000, k = 1", 1e-9)
 
 
 def shifted(module: ModuleType, rows: list, starts: list, ends: list, wanted: list) -> None:
-    """The columns are these, and the tokens those behind them."""
+    """Expect these columns, and the tokens that follow them."""
     sequences = torch.tensor(rows)
     predicts, tokens = module.shift(sequences.clone(), torch.tensor(starts), torch.tensor(ends))
     case = f"sequences {rows}, prompt_len {starts}, ends {ends}"
@@ -195,19 +195,19 @@ def shifted(module: ModuleType, rows: list, starts: list, ends: list, wanted: li
 
 
 def check_columns(module: ModuleType) -> None:
-    """The column before each response token, the prompt's last one first; no prompt, no padding."""
+    """Expect the column before each response token, from the prompt's last, and no padding."""
     rows = [[5, 6, 7, 8, 2, 0], [5, 9, 2, 0, 0, 0]]
     shifted(module, rows, [2, 1], [5, 3], [[0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
 
 
 def check_full_row(module: ModuleType) -> None:
-    """A response that ends in the last column, at the length limit, is whole too."""
+    """Expect a response that ends in the last column, at the length limit, to be whole."""
     shifted(module, [[5, 6, 7, 8]], [1], [4], [[1, 1, 1, 0]])
 
 
 def check_any_ids(module: ModuleType) -> None:
-    """Places count, not ids: a response may have tokens whose id is 0, or padding's, or its own
-    EOS in the middle; one that is empty predicts nothing."""
+    """Expect that places count, not ids: a response may contain id 0, the padding's id, or an EOS
+    in the middle, and an empty response predicts nothing."""
     rows = [[5, 0, 0, 7, 0, 2, 2], [0, 3, 2, 0, 2, 2, 2], [5, 6, 4, 2, 2, 2, 2]]
     wanted = [[0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0], [0] * 7]
     shifted(module, rows, [2, 1, 3], [6, 5, 3], wanted)

@@ -1,15 +1,15 @@
-"""Grades an exercise of labs.blank: the checks that fail, with the numbers they found. Of an
-algorithm's file the core comes first, which is the formula; when it holds, every flag, the sums of
-micro-batches and, if you wrote `measures`, the metrics.
+"""Grade an exercise of labs.blank: print the checks that fail, with the numbers that they found.
+For an algorithm's file the core comes first, which is the formula. When it holds, the checks of
+flags, of sums over micro-batches and, if you wrote `measures`, of metrics follow.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
-Which exercise it is, say --exercise, the file's name, or its first line, which labs.blank writes.
-Exit code 0 if all checks hold, 1 if one does not, 2 if FILE is no exercise. --hint names, for each
-check that fails, the known mistakes that would produce its numbers.
+--exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
+The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. For each
+check that fails, --hint names the known mistakes that would produce its numbers.
 
 The file runs in a process of its own with limits on time and memory. That protects against
-accidents, not against a file that is made to cheat or to do harm: read other people's files first.
+accidents, but not against a file that is made to cheat or to do harm: read others' files first.
 """
 
 import ast
@@ -39,9 +39,9 @@ from tools import arguments
 from labs import exercise_checks
 from labs.blank import EXERCISES, HEAD, TAKEN, single
 
-SECONDS = 30  # for one check: the slowest takes one
+SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
-# Asked for when the others hold: metrics, every flag, sums of micro-batches
+# Checks that come when the others hold: metrics, every flag, sums over micro-batches.
 LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
 TEXTBOOK = "equal rewards not made 0"
 NO_REFERENCE = "If β = 0 there is no reference: batch.ref_logp is None, the KL term left out"
@@ -49,7 +49,7 @@ Check = Callable[[ModuleType], None]
 
 
 def exercise_of(path: Path, source: str, asked: str | None) -> str:
-    """Which exercise a file is."""
+    """Find out which exercise a file is."""
     first = re.match(HEAD.format(name=r"(\w+)"), source)
     known = [*MODULES, *single()]
     names = [asked] if asked else [path.stem, *(first.groups() if first else ())]
@@ -61,7 +61,7 @@ def exercise_of(path: Path, source: str, asked: str | None) -> str:
 
 
 def checks_of(name: str) -> list[Check]:
-    """The checks of an exercise, the core first."""
+    """List the checks of an exercise, the core first."""
     if name in MODULES:
         return sorted(checks.of(name)[0], key=comes_later)
     return list(exercise_checks.CHECKS[name])
@@ -72,8 +72,8 @@ def comes_later(check: Check | None) -> bool:
 
 
 def read(path: Path) -> str:
-    """The text of a Python file."""
-    if not path.is_file():  # a pipe would be read for ever
+    """Read the text of a Python file."""
+    if not path.is_file():  # reading a pipe might never end
         raise BadInput(f"{path}: not a file")
     try:
         with tokenize.open(path) as file:
@@ -83,20 +83,20 @@ def read(path: Path) -> str:
 
 
 def limit_this_process() -> None:
-    """In the student's process: bound its memory and discard what it prints."""
+    """Bound the memory of the student's process, and discard what it prints."""
     for output in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     bound_memory(MEMORY)
 
 
 def load(source: str, path: Path) -> ModuleType:
-    """The file as a module, without `main` and the imports that only `main` needs: to load all of
-    transformers would take longer than to grade."""
+    """Load the file as a module, without `main` and the imports that only `main` needs, because
+    loading all of transformers would take longer than grading."""
     tree = ast.parse(source, str(path))
     of_a_run = "def main(", "if __name__ =="
     tree.body = [node for node in tree.body if not ast.unparse(node).startswith(of_a_run)]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {"*", "annotations", *TAKEN}  # (annotations: of __future__)
+    used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
     for node in [*tree.body]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [(one.asname or one.name).partition(".")[0] for one in node.names]
@@ -104,21 +104,21 @@ def load(source: str, path: Path) -> ModuleType:
                 tree.body.remove(node)
     module = ModuleType("handed_in")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.modules[module.__name__] = module  # dataclasses look for their module there
     linecache.cache[str(path)] = (len(source), None, source.splitlines(True), str(path))
     exec(compile(tree, str(path), "exec"), vars(module))
     return module
 
 
 def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
-    """The student's process: load the file and run its checks; after each, send what is wrong."""
-    # The libraries' threads did not come along: never collect what these libraries own
+    """Run in the student's process: load the file and run its checks; send each one's result."""
+    # A fork has no threads of the libraries, so never collect objects that they own.
     gc.freeze()
     limit_this_process()
     own_process = os.getpid()
 
     def send(reason: str) -> None:
-        if os.getpid() != own_process:  # a fork that came back would go on with the checks
+        if os.getpid() != own_process:  # a fork that returned here would go on with the checks
             os._exit(1)
         results.send(reason)
 
@@ -138,7 +138,7 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
 
 
 def verdict(module: ModuleType, check: Check, path: Path) -> str:
-    """What is wrong by this check; empty where it holds."""
+    """Return what is wrong according to a check; "" if it holds."""
     torch.manual_seed(0)
     try:
         check(module)
@@ -148,7 +148,7 @@ def verdict(module: ModuleType, check: Check, path: Path) -> str:
 
 
 def in_words(error: BaseException, path: Path) -> str:
-    """What an exception says, with the line of the student's file in which it was raised."""
+    """Describe an exception, with the line of the student's file that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError):
@@ -157,7 +157,7 @@ def in_words(error: BaseException, path: Path) -> str:
         return in_one_line(error)
     if isinstance(error, KeyError) and not lines:
         return f"{error} is missing from what measures returns"
-    if isinstance(error, AssertionError) and frames[-1] not in lines:  # of the check itself
+    if isinstance(error, AssertionError) and frames[-1] not in lines:  # raised by the check itself
         rule = frames[-1].line.removeprefix("assert ")
         return " ".join(str(error).split()) or f"`{rule}` does not hold"
     place = f" at line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
@@ -166,10 +166,10 @@ def in_words(error: BaseException, path: Path) -> str:
 
 
 def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
-    """What is wrong, by check (None: loading the file), and how many checks hold. A file that ends
-    its process, or runs too long, fails the check it was at, and the rest is not run."""
+    """Return what is wrong, by check (None: loading the file), and how many checks hold. A file
+    that ends its process, or runs too long, fails the current check, and the others do not run."""
     ours, theirs = Pipe(duplex=False)
-    with warnings.catch_warnings(action="ignore"):  # of threads, which sleep in libraries
+    with warnings.catch_warnings(action="ignore"):  # about threads, which sleep in libraries
         child = os.fork()  # torch is loaded already
     if child == 0:
         try:
@@ -177,7 +177,7 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
             run_checks(name, path, source, theirs)
         finally:
             os._exit(0)
-    with contextlib.suppress(OSError):  # the child calls it, too: the second call may fail
+    with contextlib.suppress(OSError):  # the child calls it, too, and the second call may fail
         os.setpgid(child, child)
     theirs.close()
     failed, held = {}, 0
@@ -192,14 +192,14 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
                 break
     finally:
         os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # what it has forked, if there is anything
+        with contextlib.suppress(OSError):  # kills what it has forked, if anything is left
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     return failed, held
 
 
 def next_verdict(results: Connection) -> tuple[str, bool]:
-    """What is wrong by the next check, and whether the process goes on after it."""
+    """Return what is wrong according to the next check, and whether the process goes on."""
     if not results.poll(SECONDS):
         return f"still running after {SECONDS} seconds: an endless loop?", False
     try:
@@ -209,7 +209,7 @@ def next_verdict(results: Connection) -> tuple[str, bool]:
 
 
 def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """The known mistakes of an exercise, each with a module that makes it."""
+    """Yield the known mistakes of an exercise, each with a module that makes it."""
     if name in MODULES:
         path, mutants = PATHS[name], checks.of(name)[1]
     else:
@@ -219,9 +219,9 @@ def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
 
 
 def hint(name: str, failed: dict[Check | None, str]) -> str:
-    """Of the checks that are told (the core, while one of it fails): the known mistake with exactly
-    their verdicts, or else, for each that fails, the known mistakes with its verdict, or what it
-    asks for. The textbook's std comes last: it hides no other mistake."""
+    """Explain the checks that are shown (the core, while one of it fails): name the known mistake
+    with exactly these verdicts, or else, for each check that fails, the known mistakes with its
+    verdict, or what it asks for. The textbook's std comes last, as it hides no other mistake."""
     failed = {check: re.sub(r" at line \d+: .*(?= \()", "", why) for check, why in failed.items()}
     if None in failed or "TODO" in next(iter(failed.values())):
         return "Make the file run first; a TODO is what you are to write."
@@ -255,13 +255,13 @@ def either(names: list[str]) -> str:
 
 
 def plain_name(check: Check | None) -> str:
-    """check_eos_counts -> eos counts"""
+    """Write check_eos_counts as "eos counts"."""
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
 def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> str:
-    """The checks that fail, those with the same reason together; of the later ones nothing as long
-    as one of the core fails."""
+    """List the checks that fail, grouped by reason. While one of the core fails, leave out the
+    later ones."""
     core = [check for check in every if not comes_later(check)]
     failed_core = {check: why for check, why in failed.items() if not comes_later(check)}
     groups: dict[str, list[str]] = {}
@@ -294,7 +294,7 @@ def main() -> int:
     failed, held = grade(name, words.file, source)
     every = checks_of(name)
     for check, reason in [*failed.items()]:
-        if reason == checks.NO_MEASURES:  # an exercise of its own
+        if reason == checks.NO_MEASURES:  # `measures` is an exercise of its own
             say("Not graded: measures, which is a second, optional exercise.")
             del failed[check]
             every.remove(check)

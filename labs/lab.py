@@ -1,29 +1,29 @@
-"""What every lab shares: its command line, its seeds, its table, its figure.
+"""What all labs share: command line, seeds, table and figure. Each lab measures in its own folder.
 
 A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
-    TITLE            the finding, which stands above the figure
+    TITLE            the finding, printed above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
-    measure(arm, seed)   one run of a toy -> numbers and short series. Command lines have instead
-    COLUMNS          the columns of metrics.jsonl that are kept, or arm -> columns
-    SHORT, QUICK     more flags for them in a quick run, which shows nothing; the arms it has, if
-                     not all
-    DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
+    measure(arm, seed)   for a toy: one run -> numbers and short series. Labs of command lines have
+                     instead
+    COLUMNS          the columns of metrics.jsonl to keep, or arm -> columns
+    SHORT, QUICK     for a quick run, which shows nothing: more flags, and the arms if not all
+    DAMAGE           arm -> (a text that its file has once, what it becomes): a deliberate bug
     before(arm, seed, folder)   writes what a run starts from into a folder, which is FOLDER in its
                      command line; the run itself is in FOLDER/run
-    SEEDS            runs of each arm, if it is not 20
-    rows(results)    the table: a list of rows of cells, the head first
+    SEEDS            runs of each arm, if not 20
+    rows(results)    the table: a list of rows of cells, beginning with the head
     draw(results)    the figure
-`results` is {arm: [one run's numbers, ...]}, a run for each seed from 1 on, so that the n-th runs
-of two arms are a pair.
+`results` is {arm: [one run's numbers, ...]} with a run for each seed, starting from seed 1, so the
+n-th runs of two arms are a pair.
 
 Rules for what a lab may say:
-- An arm that is named after a paper is that paper's method, or its name says what differs.
-- A sentence with "because" is measured, by an arm or a number of the table, or it is labelled as a
+- An arm named after a paper is that paper's method, or its name says what differs.
+- A sentence with "because" is measured, by an arm or a number of the table, or it is marked as a
   guess ("we think").
-- A difference within the spread of the control's seeds is reported as that, and not as an effect.
-- Where the ranges of two arms overlap, their seeds are compared in pairs ("19 of 20 seeds"), and
-  not by two medians.
+- A difference within the spread of the control's seeds is reported as such, not as an effect.
+- If the ranges of two arms overlap, their seeds are compared in pairs ("19 of 20 seeds"), not by
+  two medians.
 """
 
 import io
@@ -51,15 +51,15 @@ from checks.files import ROOT
 from tools import arguments
 from tqdm import tqdm
 
-SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
-SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # of quick training runs
-SMOKE = "Smoke test: shows nothing"  # instead of the finding of training runs
-# Told apart by the colour-blind, too (Okabe and Ito)
+SEEDS, QUICK = 20, 3  # seeds of a full run, and of a quick toy, which shows the same finding
+SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # flags of quick training runs
+SMOKE = "Smoke test: shows nothing"  # the title of quick training runs instead of the finding
+# The colour-blind can tell these apart (Okabe and Ito).
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
 
 
 def main(lab: ModuleType) -> None:
-    """`python -m labs.NAME`: measure, write the table and the figure, print the table."""
+    """Run `python -m labs.NAME`: measure, write the table and the figure, print the table."""
     program = lab.__spec__.name.removesuffix(".__main__")
     parser = arguments(lab.__doc__, program)
     parser.add_argument("--seeds", type=int, help="runs of each arm (default: the page's)")
@@ -75,7 +75,7 @@ def main(lab: ModuleType) -> None:
             seeds = 1 if trains else min(QUICK, seeds)
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
-    kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
+    kind = ".quick" if words.quick else ""  # a quick run must not overwrite a full one
     folder = words.out / program.removeprefix("labs.")
     table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
     try:
@@ -94,16 +94,16 @@ def main(lab: ModuleType) -> None:
 
 
 def is_training(lab: ModuleType) -> bool:
-    """Whether its arms are command lines of training runs; else it is a toy."""
+    """Tell whether a lab's arms are command lines of training runs; else it is a toy."""
     return hasattr(lab, "COLUMNS")
 
 
 def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
-    """Every arm with every seed -> its runs.
+    """Run every arm with every seed, and return the runs of each arm.
 
-    A lab of training runs has two under way at a time, writes its table after each, and goes on
-    where its table ends: with a complete table, such as ours, it only draws. A toy is measured
-    again. Quick runs are kept for nobody.
+    A lab of training runs runs two at a time, writes its table after each, and continues where its
+    table ends. With a complete table, such as ours, it only draws. A toy is measured again. Quick
+    runs are not cached.
     """
     trains = is_training(lab)
     arms = getattr(lab, "QUICK", lab.ARMS) if quick else lab.ARMS
@@ -132,9 +132,9 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
         columns = lab.COLUMNS[arm] if isinstance(lab.COLUMNS, dict) else lab.COLUMNS
         return trained(f"{lab.ARMS[arm]} {flags}", seed, columns, damage, before)
 
-    with ThreadPoolExecutor(2) as pool:  # an error cancels what has not begun
+    with ThreadPoolExecutor(2) as pool:  # an error cancels the runs that have not begun
         done = pool.map(one, todo) if trains else map(one, todo)
-        # disable=None: no bar where nobody watches, as in a file
+        # disable=None shows no bar if the output is not a terminal.
         for (_, arm), kept in zip(todo, tqdm(done, total=len(todo), leave=False, disable=None)):
             results[arm].append({key: plain(value) for key, value in kept.items()})
             if trains:
@@ -145,13 +145,13 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
 
 
 def write(table: Path, content: dict) -> None:
-    """A table, a series a line."""
+    """Write a table with one series per line."""
     lines = re.sub(r"(?<=[\[\d,])\s+(?=[-\]\dN])", " ", json.dumps(content, indent=1))
     files.write(table, lines.replace("[ ", "[").replace(" ]", "]") + "\n")
 
 
 def plain(value: object) -> object:
-    """Numbers to four digits, a curve's to three: a table is to be read, and kept."""
+    """Round a number to four digits and a curve to three, because people read and store tables."""
     if isinstance(value, str):
         return value
     array = np.asarray(value, float)
@@ -159,7 +159,7 @@ def plain(value: object) -> object:
 
 
 def columns_of(lines: list[dict], names: tuple[str, ...]) -> dict:
-    """Columns of metrics.jsonl, each with its steps, as `name` and `name@`; none without values."""
+    """Return columns of metrics.jsonl that have values, as `name`, and their steps, as `name@`."""
     columns = {}
     for name in names:
         steps, values = series(lines, name)
@@ -169,7 +169,7 @@ def columns_of(lines: list[dict], names: tuple[str, ...]) -> dict:
 
 
 def one_thread() -> dict[str, str]:
-    """The environment of a training run as a process of one thread."""
+    """Return the environment of a training process with one thread."""
     return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -180,8 +180,8 @@ def trained(
     damage: tuple[str, str] | None = None,
     before: Callable[[Path], None] = lambda folder: None,
 ) -> dict:
-    """A training run as a process -> these columns of its metrics.jsonl. One that stopped itself is
-    a result, too: `stopped` says why. One that somebody stopped, or that broke, is none."""
+    """Train in a process of its own; return these columns of its metrics.jsonl. A run that stopped
+    itself is a result, and `stopped` says why. A run that was interrupted or crashed is not."""
     environment = one_thread()
     with tempfile.TemporaryDirectory() as folder:
         before(Path(folder))
@@ -194,7 +194,7 @@ def trained(
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, **pipes)
         shown = ended.stderr.splitlines() or ["no word"]
-        errors = [line for line in shown if ": error: " in line]  # the bar may come after it
+        errors = [line for line in shown if ": error: " in line]  # the bar may follow it
         said = (errors or shown)[-1]
         run, code = Path(folder, "run"), ended.returncode
         if code == 0 and not (run / "summary.json").exists():
@@ -206,7 +206,7 @@ def trained(
 
 
 def text(rows: list[list[str]]) -> str:
-    """Cells in columns."""
+    """Write cells in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows)
 
@@ -215,20 +215,20 @@ def text(rows: list[list[str]]) -> str:
 
 
 def over(runs: list[dict], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Median, and the two ends between which 80% of the seeds lie, of a number or a series."""
-    values = np.array([run[name] for run in runs], float)  # inf: never
+    """Return the median over seeds, and the ends of the middle 80%, of a number or a series."""
+    values = np.array([run[name] for run in runs], float)  # inf means never
     return tuple(np.nanquantile(values, (0.5, 0.1, 0.9), 0, method="inverted_cdf"))
 
 
 def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
-    """Median and range of 80% of the seeds, for a table: `0.51 (0.48–0.60)`."""
+    """Write the median and the middle 80% of the seeds for a table: `0.51 (0.48–0.60)`."""
     middle, low, high = (format(x, form).replace("inf", "never") for x in over(runs, name))
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
 def table(results: dict, numbers: dict[str, tuple], runs: bool = True) -> list[list[str]]:
-    """A row for each arm, a cell for each of `numbers`: title -> (a number of one run, its form).
-    `runs`: how many there are, too. A number that no run of an arm has (None) is a dash."""
+    """Make a table with a row for each arm and a cell for each of `numbers`: title -> (function of
+    a run, format). A number that no run has (None) is a dash. With `runs`, count the runs, too."""
     rows = [["arm", *["runs"] * runs, *numbers]]
     for arm, every in results.items():
         rows.append([arm, *[str(len(every))] * runs])
@@ -239,33 +239,33 @@ def table(results: dict, numbers: dict[str, tuple], runs: bool = True) -> list[l
 
 
 def last(name: str) -> Callable[[dict], float | None]:
-    """For `table`: a column's last value; None if the run has none."""
+    """Make a function for `table`: a column's last value, None if the run lacks the column."""
     return lambda run: run[name][-1] if len(run.get(name, [])) else None
 
 
 def late(name: str) -> Callable[[dict], float | None]:
-    """For `table`: a column's mean over the last 20 steps."""
+    """Make a function for `table`: a column's mean over the last 20 steps."""
     return lambda run: tail(run[name]) if len(run.get(name, [])) else None
 
 
 def high(name: str) -> Callable[[dict], float]:
-    """For `table`: a column's highest value."""
+    """Make a function for `table`: a column's highest value."""
     return lambda run: max(run[name])
 
 
 def tail(values: list[float], count: int = 20) -> float:
-    """The mean of a series' last values."""
+    """Return the mean of a series' last `count` values."""
     return float(np.mean(values[-count:]))
 
 
 def spent(run: dict) -> list[float]:
-    """Tokens sampled for training up to each evaluation, with branches' and dropped ones; in
-    thousands."""
+    """Count the tokens sampled for training up to each evaluation, in thousands, including those
+    of branches and of dropped responses."""
     return [sum(run["tokens"][: int(step)]) / 1000 for step in run["sampled@"]]
 
 
 def at_tokens(run: dict, thousands: float) -> float:
-    """Sampled accuracy when so many tokens were sampled, between two evaluations on a line."""
+    """Interpolate the sampled accuracy at the time when so many tokens had been sampled."""
     return float(np.interp(thousands, spent(run), run["sampled"]))
 
 
@@ -274,7 +274,7 @@ def at_tokens(run: dict, thousands: float) -> float:
 
 def save(figure: object, path: Path) -> None:
     """Write a figure as a PNG of 256 colours, which takes a third of the bytes."""
-    from PIL import Image  # here, as matplotlib below
+    from PIL import Image  # imported here for the same reason as matplotlib below
 
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150, format="png")
@@ -284,15 +284,15 @@ def save(figure: object, path: Path) -> None:
 
 
 def entitle(figure: object, words: str) -> None:
-    """The finding, or what takes its place."""
+    """Write the finding, or a replacement, above a figure."""
     figure.suptitle(words, x=0.01, ha="left", fontsize=13, fontweight="bold")
 
 
 def sheet(
     title: str, *panels: str, width: float = 9.0, height: float = 4.2, rows: int = 1
 ) -> tuple:
-    """A figure under its finding, and axes side by side, one for each panel's title."""
-    from matplotlib.figure import Figure  # here: it takes a second that no test should cost
+    """Make a figure under its finding; return it with an axis for each panel's title."""
+    from matplotlib.figure import Figure  # here, because it takes a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
     entitle(figure, title)
@@ -305,42 +305,42 @@ def sheet(
 
 
 def plain_ticks(axis: object, which: str, ticks: tuple) -> None:
-    """A logarithmic axis, `x` or `y`, with these numbers on it and no powers of ten."""
+    """Make an axis, `x` or `y`, logarithmic, with these numbers instead of powers of ten."""
     getattr(axis, f"set_{which}scale")("log")
     getattr(axis, f"set_{which}ticks")(ticks, labels=[f"{tick:g}" for tick in ticks])
     getattr(axis, f"{which}axis").minorticks_off()
 
 
 def line(axis: object, x: np.ndarray, runs: list[dict], name: str, colour: str, **style) -> None:
-    """The median over seeds as a line, 80% of them as a band."""
+    """Draw the median over seeds as a line, and the middle 80% as a band."""
     middle, low, high = over(runs, name)
     axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axis.plot(x, middle, color=colour, linewidth=2, **style)
 
 
 def dots(axis: object, y: float, values: list[float], colour: str) -> None:
-    """A dot for each seed and a bar at their median, in a row at this height."""
+    """Draw a row at height y: a dot for each seed, and a bar at their median."""
     axis.scatter(values, np.full(len(values), y), s=30, color=colour, alpha=0.5)
     axis.plot(np.median(values), y, "|", color=colour, markersize=16, markeredgewidth=3)
 
 
 def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> None:
-    """Words at a line, in its colour: better than a legend."""
+    """Write words beside a line in its colour, instead of a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
 
 
 def key(axis: object, colours: dict[str, str], x: float = 0.02, y: float | None = None) -> None:
-    """Each arm's name in its colour, where lines cross too often for labels: upwards from the
-    corner below, or downwards from y."""
+    """Write each arm's name in its colour, if lines cross too often for labels: upwards from the
+    lower corner, or downwards from y."""
     for place, (name, colour) in enumerate(colours.items()):
         height = 0.05 + 0.065 * place if y is None else y - 0.065 * place
         label(axis, x, height, name, colour, xycoords="axes fraction")
 
 
 def bands(axis: object, runs: list[dict], column: str, colour: str, **style: object) -> None:
-    """The median of a column over its steps as a line, and the middle 80% of the seeds (of five:
-    all) as a band, as far as all runs go. `width`: how many steps each run is averaged over."""
+    """Draw the median of a column over its steps as a line, and the middle 80% of the seeds (all of
+    five) as a band, as far as all runs go. Each run is averaged over `width` steps."""
     width = style.pop("width", 1)
     length = min(len(run[column]) for run in runs)
     steps = np.array(runs[0][f"{column}@"][:length])
@@ -350,7 +350,7 @@ def bands(axis: object, runs: list[dict], column: str, colour: str, **style: obj
 
 
 def curves(axis: object, results: dict, column: str, colours: dict, width: int = 1) -> None:
-    """A column of every run over its steps, a thin line for each seed, in its arm's colour."""
+    """Draw a column over its steps, as a thin line for each seed in its arm's colour."""
     for arm, colour in colours.items():
         for run in results[arm]:
             values = smooth(run[column], width)

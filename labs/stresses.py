@@ -2,8 +2,8 @@
 
     python -m labs.stresses FILE STRESS FLAGS...
 
-A stress changes a file's flags, engine, task or learning rate from outside. The held-out problems
-are always answered by the policy itself: a stress damages training, not the measurement.
+A stress changes a file's flags, engine, task or learning rate from outside. The policy itself
+always answers the held-out problems, so a stress damages training and not the measurement.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Stress:
-    """What a run is put under. The defaults change nothing."""
+    """The changes that a stress makes to a run. The defaults change nothing."""
 
     lr: float = 1.0  # factor on the file's learning rate
     minibatches: int = 0  # optimiser steps per rollout; 0: the file's number
     group_size: int = 0  # responses to a prompt, at the same number of rows; 0: the file's number
-    sync_every: int = 1  # steps between two syncs of the sampler
-    levels: int = 0  # of a sampler's weight, on either side of 0; 0: it is not quantised
+    sync_every: int = 1  # steps between syncs of the sampler
+    levels: int = 0  # levels of the sampler's weights on either side of 0; 0: not quantised
     temperature: float = 1.0  # factor on the sampler's temperature
     flipped: float = 0.0  # share of verdicts that are flipped
-    uninformative: bool = False  # the prompts of arithmetic:mix
+    uninformative: bool = False  # train on the prompts of arithmetic:mix
 
     def flags(self, rows: int) -> str:
-        """Its command-line flags, for a step of so many rows."""
+        """Write the stress's command-line flags, for a step of `rows` rows."""
         words = f" --minibatches {self.minibatches}" if self.minibatches else ""
         if self.group_size:
             prompts = rows // self.group_size
@@ -63,7 +63,7 @@ STRESSES = {
     "all four at half strength": Stress(lr=2.0, sync_every=8, temperature=0.75, flipped=0.05),
 }
 
-# Four causes at about half strength, and every set of them: "8 updates, 4 levels"
+# Four causes at about half strength, and every set of them, such as "8 updates, 4 levels".
 HALVES = {
     "8 updates": Stress(minibatches=8),
     "twice the rate": Stress(lr=2.0),
@@ -74,7 +74,7 @@ SETS = [names for size in range(1, 5) for names in combinations(HALVES, size)]
 
 
 def together(names: tuple[str, ...]) -> Stress:
-    """Several of HALVES at once."""
+    """Combine several of HALVES into one stress."""
     stress = Stress()
     for name in names:
         stress = replace(stress, **changes(HALVES[name]))
@@ -82,7 +82,7 @@ def together(names: tuple[str, ...]) -> Stress:
 
 
 def changes(stress: Stress) -> dict[str, float]:
-    """The fields in which it differs from no stress."""
+    """Return the fields in which a stress differs from no stress."""
     return {name: value for name, value in vars(stress).items() if value != getattr(Stress, name)}
 
 
@@ -90,17 +90,17 @@ EVERY = STRESSES | {", ".join(names): together(names) for names in SETS}
 
 
 def load(path: Path) -> ModuleType:
-    """A file as a new module, whatever is imported by its name."""
+    """Load a file as a new module, even if a module of its name is imported already."""
     spec = importlib.util.spec_from_file_location(f"raced_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look for their module there
     spec.loader.exec_module(module)
     return module
 
 
 def quantise(model: nn.Module, levels: int) -> None:
-    """Round each row of a layer's matrices to whole numbers from -levels to levels, times a scale
-    of the row. Routers stay as they are: a rounded one chooses other experts."""
+    """Round each row of a layer's matrices to whole numbers from -levels to levels, times the row's
+    scale. Routers stay as they are, because a rounded router would choose other experts."""
     for name, weight in model.named_parameters():
         if weight.dim() >= 2 and LAYER.search(name) and not name.endswith(ROUTERS):
             scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / levels  # [out, 1]
@@ -108,12 +108,12 @@ def quantise(model: nn.Module, levels: int) -> None:
 
 
 def stress_sampler(engine: object, stress: Stress) -> None:
-    """Make an engine's weights stale or quantised, or its temperature another than asked for."""
+    """Make an engine sample from stale or quantised weights, or at another temperature."""
     sync_now, sample = engine.sync, engine.generate
     engine.syncs = 0
 
     def sync(policy: nn.Module) -> None:
-        engine.policy = policy  # the newest, for the examiner
+        engine.policy = policy  # the newest weights, for the examiner
         if engine.syncs % stress.sync_every == 0:
             sync_now(policy)
             if stress.levels and hasattr(engine, "llm"):  # vLLM
@@ -129,8 +129,8 @@ def stress_sampler(engine: object, stress: Stress) -> None:
 
 
 def flip(verifier: Callable, share: float, seed: int) -> Callable:
-    """A verifier that flips each verdict with this probability, the same verdicts for the same seed
-    and number of the call. Where it gives part marks, 0 becomes the best mark of the call."""
+    """Make a verifier that flips each verdict with probability `share`, and flips the same ones for
+    the same seed and call. A mark becomes the call's best mark minus it, so part marks work too."""
     calls = 0
 
     def flipped(completions: list[str], answers: list) -> list[float]:
@@ -145,20 +145,20 @@ def flip(verifier: Callable, share: float, seed: int) -> Callable:
 
 
 def put_under(module: ModuleType, stress: Stress) -> None:
-    """Replace what the module's `main` makes its engine, its task and its measurements with."""
+    """Replace the functions by which a module's `main` makes its engine and task, and evaluates."""
     make_engine, load_task = module.make_engine, module.load_task
     evaluate, main = module.evaluate, module.main
 
     def stressed_engine(args: object, lm: nn.Module, world: World, **named: object) -> object:
         engine = make_engine(args, lm, world, **named)
         stress_sampler(engine, stress)
-        exact = replace(args, rollout="hf", rollout_dtype=args.dtype)  # the policy itself
+        exact = replace(args, rollout="hf", rollout_dtype=args.dtype)  # samples the policy itself
         engine.examiner = make_engine(exact, lm, world)
         return engine
 
     def stressed_task(args: object, tokenizer: object) -> object:
         kind = KINDS.get(args.task)
-        if stress.uninformative and kind:  # in training: the held-out problems stay
+        if stress.uninformative and kind:  # only in training; the held-out problems stay
             terms = KINDS["arithmetic:mix"].terms
             held_out_terms = kind.held_out_terms or kind.terms
             KINDS[args.task] = kind._replace(terms=terms, held_out_terms=held_out_terms)
@@ -184,7 +184,7 @@ def put_under(module: ModuleType, stress: Stress) -> None:
 
 
 def stressed(path: Path, name: str) -> ModuleType:
-    """A file, loaded and put under the stress of this name. BadInput if it has another form."""
+    """Load a file and put it under a stress. Raise BadInput if it is not in grpo.py's form."""
     with blame(f"{path}: not a file in the form of grpo.py"):
         module = load(path)
         put_under(module, EVERY[name])
@@ -192,8 +192,8 @@ def stressed(path: Path, name: str) -> ModuleType:
 
 
 def flags_under(name: str, module: ModuleType, words: list[str]) -> list[str]:
-    """A command line of the module, with the flags of a stress behind it: the last word counts.
-    BadInput for a wrong flag."""
+    """Append a stress's flags to a command line of the module, where the last value of a flag wins.
+    Raise BadInput for a wrong flag."""
     argv = sys.argv
     try:
         sys.argv = [module.__name__, *words]
@@ -205,7 +205,7 @@ def flags_under(name: str, module: ModuleType, words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """One run, whose metrics.jsonl labs.race reads."""
+    """Train one run, whose metrics.jsonl labs.race reads."""
     parser = arguments(__doc__, "labs.stresses")
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("stress", choices=EVERY, metavar="STRESS")
@@ -216,7 +216,7 @@ def main() -> None:
         words.flags = flags_under(words.stress, module, words.flags)
     except BadInput as error:
         parser.error(in_one_line(error))
-    # No curves; a summary, though empty, says that the run has reached its end.
+    # Draw no curves. An empty summary still shows that the run has reached its end.
     Run.finish = lambda run: (run.folder / "summary.json").write_text("{}")
     sys.argv = [words.file.name, *words.flags]
     launch(module.main, module.Args)

@@ -1,4 +1,4 @@
-"""The one door by which numbers computed elsewhere are checked against the algorithm files."""
+"""The one door through which numbers computed elsewhere are checked against the algorithm files."""
 
 import functools
 import importlib
@@ -25,12 +25,13 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     **hparams: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as
-    means (NaN: of nothing).
+    """Return the exact objective over the whole batch, as a scalar to minimise, and its statistics
+    as means (NaN if nothing is counted).
 
-    `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` `[N]`; differentiable
-    in `logp`, computed in the dtype given. `hparams` are fields of the file's own `Args`; an
-    unknown one is a TypeError. Without `ref_logp` the KL term is off unless `beta` asks for it.
+    `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` is `[N]`. The result is
+    differentiable in `logp` and computed in the given dtype. `hparams` are fields of the file's own
+    `Args`; an unknown one raises TypeError. Without `ref_logp` the KL term is off, unless `beta` is
+    given.
     """
     module = importlib.import_module(MODULES[algorithm])
     args = module.Args()
@@ -47,19 +48,19 @@ def policy_loss(
 
 
 def advantages(algorithm: str, rewards: Tensor) -> Tensor:
-    """The file's advantages for rewards `[P, G]` -> `[P, G]`."""
+    """Return the file's advantages `[P, G]` for rewards `[P, G]`."""
     return importlib.import_module(MODULES[algorithm]).advantages(rewards)
 
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """ppo's advantages, not whitened, and returns, from rewards by token; all `[N, T]`."""
+    """Return ppo's unwhitened advantages, and returns, from rewards by token: all `[N, T]`."""
     return importlib.import_module(MODULES["ppo"]).advantages(rewards, values, mask, gamma, lam)
 
 
 def reward(task: str, completion: str, answer: str) -> float:
-    """The reward of one completion; `task` is `arithmetic` or `math`."""
+    """Return the reward of one completion; `task` is `arithmetic` or `math`."""
     if task == "arithmetic":
         return arithmetic_reward(completion, answer)
     if task == "math":

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _no_curves(request, monkeypatch):
-    """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""
+    """Draw a run's curves only in tests marked `curves`, because it takes longer than the runs."""
 
     def no_curves(folder: Path, config: dict) -> Path:
         (folder / "curves.png").touch()
@@ -35,7 +35,7 @@ def _no_curves(request, monkeypatch):
 
 @pytest.fixture
 def world():
-    """A process group of one, as plain `python grpo.py` makes it."""
+    """Make a process group of one, as plain `python grpo.py` does."""
     world = setup()
     yield world
     if dist.is_initialized():
@@ -44,13 +44,14 @@ def world():
 
 @pytest.fixture(scope="session")
 def tiny():
-    """(model, tokenizer): never changed by a test."""
+    """Return (model, tokenizer), which no test may change."""
     return load_model("tiny")
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """The folder of a run of four steps with checkpoints at 2 and 4: to be read, or copied."""
+    """Return the folder of a run of four steps with checkpoints at 2 and 4, to be read or
+    copied."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
     return folder
@@ -58,7 +59,8 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
-    """A folder with an untrained model that reads and writes any text, a token per byte."""
+    """Return a folder with an untrained model that reads and writes any text, one token per
+    byte."""
     folder = tmp_path_factory.mktemp("words")
     vocabulary = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     ids = {word: i for i, word in enumerate(vocabulary)}

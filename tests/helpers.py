@@ -44,7 +44,7 @@ SECONDS = 600  # after which a process that does not end is killed
 
 
 def module_of(algorithm: str) -> object:
-    """An algorithm file, imported, by its stem."""
+    """Import an algorithm file by its stem."""
     return importlib.import_module(MODULES[algorithm])
 
 
@@ -52,7 +52,7 @@ def module_of(algorithm: str) -> object:
 
 
 def run_here(main: Callable, *flags: object) -> int:
-    """`python file.py FLAGS` in this process; returns the exit code."""
+    """Run `python file.py FLAGS` in this process, and return the exit code."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in signals}
     sys.argv = ["grpo.py", *map(str, flags)]
@@ -72,7 +72,7 @@ def run_here(main: Callable, *flags: object) -> int:
 
 @dataclass
 class Ended:
-    """What came of forked processes: their exit codes, and what they said together."""
+    """The end of forked processes: their exit codes, and all that they printed."""
 
     codes: list[int]
     stdout: str
@@ -80,12 +80,12 @@ class Ended:
 
     @property
     def returncode(self) -> int:
-        """The first that is not 0 (a negative one is a signal)."""
+        """Return the first exit code that is not 0 (a negative one is a signal)."""
         return next(filter(None, self.codes), 0)
 
 
 def drive(algorithm: str, flags: Sequence, number: int = 0, step: int = 0) -> None:
-    """`python FILE FLAGS`, to whose last rank the signal of this number comes at the end of a step,
+    """Run `python FILE FLAGS`. The last rank gets the signal of this number at the end of a step,
     before its metrics are written."""
     log, module = Run.log, module_of(algorithm)
 
@@ -126,7 +126,7 @@ def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
 
 
 def wait_for(processes: list) -> None:
-    """Until all have ended; where one fails the others have some seconds to notice."""
+    """Wait until all have ended. If one fails, the others have some seconds to notice."""
     patience = SECONDS
     while left := [process for process in processes if process.exitcode is None]:
         ended = multiprocessing.connection.wait([process.sentinel for process in left], patience)
@@ -138,7 +138,7 @@ def wait_for(processes: list) -> None:
 
 
 def child(said: Path, environment: dict[str, str], job: Callable, arguments: tuple) -> None:
-    """In the forked process: its own files for what it says, its environment, its job."""
+    """Do the job in the forked process, with output files and an environment of its own."""
     os.environ |= environment
     os.chdir(ROOT)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -152,12 +152,13 @@ def child(said: Path, environment: dict[str, str], job: Callable, arguments: tup
 
 
 def command(algorithm: str, *flags: object, at: tuple = (), ranks: int = 1) -> Ended:
-    """`python FILE FLAGS`, or `torchrun` with several ranks. `at`: (signal, step), for `drive`."""
+    """Run `python FILE FLAGS`, or `torchrun` with several ranks. `at` is (signal, step), for
+    `drive`."""
     return forked(drive, algorithm, flags, *at, ranks=ranks)
 
 
 def started(*words: object, **environment: str) -> subprocess.CompletedProcess:
-    """A real `python WORDS` from the repository's root: some seconds of imports."""
+    """Start a real `python WORDS` from the repository's root. It takes some seconds of imports."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=ROOT,
@@ -172,7 +173,7 @@ def started(*words: object, **environment: str) -> subprocess.CompletedProcess:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
+    """Return metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         for name in [name for name in line if "seconds" in name or name in CLOCKED]:
@@ -181,12 +182,12 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def tree(folder: Path) -> dict[Path, bytes | None]:
-    """Everything below a folder, with the files' bytes."""
+    """Return everything below a folder, with the files' bytes."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a sharded checkpoint by its path: weights and optimiser moments."""
+    """Return every tensor of a sharded checkpoint by its path: weights and optimiser moments."""
     dcp_to_torch_save(checkpoint / "shards", scratch)
     flat = {}
 
@@ -202,7 +203,8 @@ def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
-    """The same metrics and samples and, to the bit, the same weights and moments at a step."""
+    """Check that metrics and samples are the same, and weights and moments at a step, to the
+    bit."""
     assert metrics(one) == metrics(other)
     shown = [(folder / "samples.jsonl").read_bytes() for folder in (one, other)]
     assert shown[0] == shown[1] and shown[0]
@@ -213,7 +215,8 @@ def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
 
 
 def refused(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *words: object) -> str:
-    """What `python -m WORDS`, run in this process, says on stderr: one line, exit code 2."""
+    """Run `python -m WORDS` in this process, and return what it says on stderr: one line, exit code
+    2."""
     program = str(words[0])
     patch.chdir(ROOT)
     patch.setattr(sys, "argv", [*map(str, words)])

@@ -1,12 +1,12 @@
-"""Several runs in one figure and one table.
+"""Compare several runs in one figure and one table.
 
     python -m tools.compare RUN_FOLDER ... [--out NAME]
 
-It writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the table; runs may
-be under way. Runs that differ only in their seed are of one kind. The figure shows their mean as a
-line and the range from the lowest to the highest seed as a band; the table shows their mean ± their
-standard deviation. A kind is called by its algorithm and by the flags in which it differs from
-another kind.
+It writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the table. Runs may
+be under way. Runs that differ only in their seed are of one kind. The figure shows the mean of a
+kind as a line and the range from the lowest to the highest seed as a band; the table shows mean ±
+standard deviation. A kind is named by its algorithm and by the flags in which it differs from other
+kinds.
 """
 
 import shlex
@@ -22,12 +22,12 @@ from common.records.files import atomic_write, read_lines, saved_config, write
 from common.records.summary import fell
 from tools import arguments
 
-# Flags that do not change the training
+# Flags that do not change the training.
 FREE = set(
     """id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb
     acted""".split()
 )
-# Flags that also tell kinds of different algorithms apart; the others have defaults of their own
+# Flags that also name kinds of different algorithms, whose other flags differ by default.
 EVERYWHERE = ("model", "task", "lr")
 TITLES = {
     "reward": PANELS["reward"],
@@ -35,10 +35,10 @@ TITLES = {
     "sampled": "held-out accuracy, sampled",
     **{name: PANELS[name] for name in ("response_len", "entropy", "grad_norm")},
 }
-# Told apart by the colour-blind, too (Okabe and Ito, without the yellow)
+# The colour-blind can tell these apart (Okabe and Ito, without the yellow).
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
 STYLES = ("-", "--", ":", "-.")
-OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
+OURS = "<!-- tools.compare -->"  # the first line of a table that may be overwritten
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Kind:
 
 
 def load(folder: Path) -> Run:
-    """The run in `folder`. BadInput if there is none, or if nothing is measured yet."""
+    """Load the run in `folder`. Raise BadInput if it has no run, or no measurement yet."""
     config = saved_config(folder)
     if not config:
         raise BadInput(f"{folder}: holds no run")
@@ -74,13 +74,13 @@ def load(folder: Path) -> Run:
 
 
 def flags_of(run: Run) -> dict:
-    """The flags that change the training."""
+    """Return the flags that change the training."""
     return {name: value for name, value in run.config.items() if name not in FREE}
 
 
 def kinds(runs: list[Run]) -> list[Kind]:
-    """Runs sorted by kind, in the given order. A second run with the same flags and seed (another
-    machine, another version) starts a new kind."""
+    """Group runs by kind and keep their order. A second run with the same flags and seed, from
+    another machine or version, starts a new kind."""
     found: list[Kind] = []
     for run in runs:
         for kind in found:
@@ -97,8 +97,8 @@ def kinds(runs: list[Run]) -> list[Kind]:
 
 
 def label(kind: Kind, among: list[Kind]) -> str:
-    """The algorithm, and the flags in which it differs from kinds of the same algorithm (and
-    `EVERYWHERE` from any)."""
+    """Name a kind by its algorithm and the flags in which it differs from kinds of the same
+    algorithm; for the flags of EVERYWHERE, from any kind."""
     words = [kind.config["algorithm"]]
     for name, value in flags_of(kind.runs[0]).items():
         others = [
@@ -117,7 +117,7 @@ def label(kind: Kind, among: list[Kind]) -> str:
 
 
 def shared(runs: list[Run]) -> dict[str, str]:
-    """The metrics that show the mechanism of every run -> their description, if it is the same."""
+    """Return the metrics that show the mechanism of all runs, with their common description."""
     first, *others = runs
     return {
         name: text
@@ -128,8 +128,8 @@ def shared(runs: list[Run]) -> dict[str, str]:
 
 
 def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
-    """The steps that every run has, and the mean, lowest and highest value of the runs at each,
-    `[n]`. Metrics of every step are smoothed over `width` steps, run by run; NaN is a gap."""
+    """Return the steps that all runs have, and the mean, lowest and highest value at each, `[n]`.
+    Metrics of every step are smoothed over `width` steps in each run. A NaN leaves a gap."""
     curves = []
     for run in runs:
         steps, values = series(run.lines, name)
@@ -142,7 +142,7 @@ def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
 
 
 def draw(among: list[Kind]) -> object:
-    """The figure of all kinds."""
+    """Draw the figure of all kinds."""
     runs = [run for kind in among for run in kind.runs]
     titles = TITLES | shared(runs)
     if any(np.any(series(run.lines, "sampler_kl")[1] >= ROUNDING) for run in runs):
@@ -166,14 +166,14 @@ def draw(among: list[Kind]) -> object:
     labels = [textwrap.fill(kind.label + count, 90) for kind, count in zip(among, counts)]
     columns = max(1, 100 // max(len(text) for text in labels))
     place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    labels = [text.replace("$", r"\$") for text in labels]  # a $ is a $
+    labels = [text.replace("$", r"\$") for text in labels]  # show a $ as it is
     figure.legend(axis.lines, labels, title=told, **place)
     figure.set_figheight(figure.get_figheight() + 0.3 + 0.2 * len(labels) / columns)
     return figure
 
 
 def figures(run: Run) -> dict[str, float]:
-    """The numbers of a run in the table; NaN for missing ones."""
+    """Return a run's numbers for the table, NaN if they are missing."""
     found = {}
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
@@ -185,7 +185,7 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def row(kind: Kind) -> str:
-    """A row of the table."""
+    """Write a row of the table."""
     runs = kind.runs
     found = [figures(run) for run in runs]
 
@@ -212,7 +212,7 @@ def row(kind: Kind) -> str:
 
 
 def table(among: list[Kind]) -> str:
-    """Markdown: a row for each kind."""
+    """Write the Markdown table, a row for each kind."""
     columns = "seed | steps | held-out greedy | held-out sampled | best greedy | fell"
     columns += " | response length | tokens trained on | seconds |"
     lines = [f"| kind | {columns}", f"|{'---|' * 10}", *map(row, among), ""]
@@ -221,7 +221,7 @@ def table(among: list[Kind]) -> str:
 
 
 def target(out: str) -> tuple[Path, Path]:
-    """The picture's and the table's path for --out; BadInput if another file has that path."""
+    """Return the paths of picture and table for --out; raise BadInput if other files are there."""
     picture, text = Path(f"{out}.png"), Path(f"{out}.md")
     if not text.parent.is_dir():
         raise BadInput(f"--out {out}: no folder {text.parent}")
@@ -239,7 +239,7 @@ def main(folders: list[Path], out: str) -> None:
     figure, rows = draw(among), table(among)
     command = shlex.join(["python", "-m", "tools.compare", *map(str, folders), "--out", out])
     made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
-    write(text, made)  # first: its first line shows that both files are ours
+    write(text, made)  # first, because its first line shows that both files are ours
     with atomic_write(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
     say(rows, "", picture, text)

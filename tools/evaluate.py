@@ -1,4 +1,4 @@
-"""Accuracy of a model, or of a run's newest checkpoint: avg@n and pass@k, with 95% intervals.
+"""Measure the accuracy of a model or a run's newest checkpoint: avg@n, pass@k, 95% intervals.
 
     python -m tools.evaluate runs/grpo-arithmetic-s1
     python -m tools.evaluate tiny --eval_problems 1000 --eval_samples 16
@@ -6,12 +6,11 @@
         --eval_task aime24,aime25,math500 --eval_samples 32
 
 MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder of any
-algorithm and number of ranks. For a run folder, flags that are not given are the run's own. A run
-under way is not disturbed. A checkpoint is read with pickle, and config.json may name a task file:
-both can run code, so evaluate only your own run folders. Each set is measured greedily, at T 1.0 /
-top-p 1.0, and at T 0.7 / top-p 0.9, the two settings that papers report. As soon as a set is done
-at a setting, the program prints its line of the table and writes its responses to a new file, with
-their scores.
+algorithm and number of ranks. For a run folder, flags that you leave out have the run's values, and
+a run under way is not disturbed. A checkpoint is read with pickle, and config.json may name a task
+file. Both can run code, so evaluate only your own run folders. Each set is measured greedily, and
+at T 1.0 / top-p 1.0 and T 0.7 / top-p 0.9, the two settings that papers report. When a set is done
+at a setting, its line of the table is printed, and its responses and scores go to a new file.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from variants import tool
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
 OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
-OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags that a run is asked for
+OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags whose default is the run's
 
 
 @dataclass
@@ -56,12 +55,12 @@ class Args(Flags):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "tiny"
     """Hub name, local folder, `tiny`, `tiny-moe`, or run folder."""
     task: str = "arithmetic"
-    """Without --eval_task: measure the held-out problems of this task (a run: of its own task)."""
+    """Task whose held-out problems are measured without --eval_task (for a run: its own task)."""
     eval_task: str = ""
     """Whole sets to measure, comma-separated: hub sets, .jsonl or .parquet files, arithmetic, or
     a task file FILE.py."""
     eval_samples: Count = 4
-    """n: responses to each problem, at the two settings that sample (our choice)."""
+    """n: responses per problem at each of the two settings that sample (our choice)."""
     rollout_rows: Count = 1024
     """Responses sampled at once; lower it if the KV cache does not fit (our choice)."""
     max_new_tokens: Count = 64
@@ -73,21 +72,21 @@ class Args(Flags):
 
 
 class Set(NamedTuple):
-    """Problems that share a name and a verifier."""
+    """A set of problems with a name and a verifier."""
 
     name: str
     problems: list[Problem]
     verifier: Callable[[list[str], list[str]], list[float]]
-    task: Task | None = None  # where they are its held-out problems
+    task: Task | None = None  # the task, if these are its held-out problems
 
 
 def prepare(args: Args, world: World) -> None:
-    """If MODEL is a run, take its values for flags that were not given; then check all flags."""
+    """Check all flags. If MODEL is a run, first take its values for flags that were left out."""
     config = saved_config(Path(args.model))
     if config:
         own = {name: config[name] for name in OF_THE_RUN.split()}
-        own["chat"] = tuple(own["chat"])  # JSON has lists alone
-        # The same command line once more, over other defaults
+        own["chat"] = tuple(own["chat"])  # JSON has only lists
+        # Parse the command line once more, with the run's values as defaults.
         again = tyro.cli(Args, default=replace(Args(), **own), use_underscores=True)
         vars(args).update(vars(again))
     if wrong := broken_rule(args):
@@ -98,9 +97,9 @@ def prepare(args: Args, world: World) -> None:
 def load_sets(
     args: Args, config: dict, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Set], list[str]]:
-    """The sets to measure, and one line about each for the user.
+    """Load the sets to measure; return them and remarks for the user.
 
-    `config` is the run's, or empty: its held-out problems are those that it measured itself.
+    `config` is the run's, or empty. A run's held-out problems are those that it measured itself.
     """
     if not args.eval_task:
         own = args.task == config.get("task")
@@ -132,7 +131,7 @@ def load_sets(
 def engine_of(
     args: Args, config: dict, lm: PreTrainedModel, task: Task | None, world: World
 ) -> object:
-    """The sampling engine; of a run of variants/tool.py with its tool."""
+    """Make the sampling engine; for a run of variants/tool.py, with its tool."""
     if config.get("algorithm") != "tool":
         return make_engine(args, lm, world)
     if args.eval_task:
@@ -142,7 +141,7 @@ def engine_of(
 
 
 def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
-    """Give the policy the weights of a run's newest checkpoint; returns its step.
+    """Load the weights of a run's newest checkpoint into the policy; return its step.
 
     Any algorithm may have written it, on any number of ranks.
     """
@@ -152,7 +151,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
     what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
     with blame(what), first_failure():
-        # If several models were saved as one, the policy is the first.
+        # If several models were saved together, the policy is the first one.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
@@ -217,10 +216,10 @@ def measure(
     world: World,
     bar: tqdm,
 ) -> list[dict]:
-    """A row for each problem of a set, at one setting: its responses and their scores.
+    """Measure a set at one setting; return a row for each problem, with responses and scores.
 
-    The same on every rank. Problems are divided over the ranks in turns of --rollout_rows
-    responses per rank. Every rank takes part in every turn, as ranks with one vLLM engine must.
+    All ranks return the same rows. In each turn a rank gets problems for --rollout_rows responses.
+    Every rank takes part in every turn, because ranks may share a vLLM engine.
     """
     n, rows = args.eval_samples if temperature else 1, []
     how = {"set": one.name, "temperature": temperature, "top_p": top_p}
@@ -244,21 +243,21 @@ def measure(
 
 
 def powers(n: int) -> list[int]:
-    """The k of pass@k: powers of two from 2 to n."""
+    """List the k of pass@k: powers of two from 2 to n."""
     return [2**i for i in range(1, n.bit_length())]
 
 
 def head(n: int) -> list[str]:
-    """The two first lines of the table, for n responses to each problem."""
+    """Write the first two lines of the table, for n responses to each problem."""
     cells = ["set", "T", "top-p", "problems", "n", "avg@n [95%]"]
     cells += [*(f"pass@{k} [95%]" for k in powers(n)), "length", "cut"]
     return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
 
 
 def line_of(rows: list[dict], n: int) -> str:
-    """The table's line for the rows of a set at a setting; n is as in `head`."""
+    """Write the table's line for the rows of a set at a setting; n is the same as in `head`."""
     scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # [problems, given]
-    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # partial rewards count only for avg
+    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # part marks count only in avg
     passed = [pass_at_k(right, given, k) if k <= given else None for k in powers(n)]
     shown = ["" if m is None else interval(m) for m in (scores.mean(dim=1), *passed)]
     length = torch.tensor([row["lengths"] for row in rows]).double().mean()
@@ -268,19 +267,19 @@ def line_of(rows: list[dict], n: int) -> str:
 
 
 def interval(values: Tensor) -> str:
-    """The mean of the problems' values, and its 95% interval."""
+    """Write the mean of the problems' values, and its 95% interval."""
     return "{:.3f} [{:.3f}, {:.3f}]".format(values.mean(), *bootstrap(values))
 
 
 def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
-    """Unbiased estimate `[problems]` of the chance that one of k responses is right, from `right`
-    of n (2107.03374): 1 - C(n - right, k) / C(n, k)."""
+    """Compute the unbiased estimate `[problems]` of the chance that one of k responses is right,
+    from `right` of n (2107.03374): 1 - C(n - right, k) / C(n, k)."""
     chances = [1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]
     return torch.tensor(chances, dtype=torch.float64)
 
 
 def bootstrap(values: Tensor) -> tuple[float, float]:
-    """95% interval of the mean, by resampling the problems. With AIME's 30 problems it is wide."""
+    """Compute the mean's 95% interval by resampling problems. With AIME's 30 it is wide."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
     means = values[draws].mean(dim=1)  # [RESAMPLES]

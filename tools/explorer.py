@@ -1,13 +1,13 @@
-"""What each loss does to a token: one HTML page that works offline, to play with before you read a
-file.
+"""Write an HTML page, which works offline, that shows what each loss does to a token. It is for
+playing before you read a file.
 
     python -m tools.explorer [--out explorer.html]
 
-Part 1 moves one token: its ratio, its probability, its advantage, and what surrounds it. Part 2
-flips the rewards of a group. Part 3 shows the runs of two stored pages of tools.page side by side.
+In part 1 you move one token: its ratio, its probability, its advantage, and what surrounds it. In
+part 2 you flip the rewards of a group. Part 3 shows the runs of two stored pages side by side.
 
-All weights are computed here, by autograd of each file's own `policy_loss`. The page only reads
-them from tables: between two ratios of a table, the weight is a straight line to TOLERANCE.
+This program computes all weights by autograd of each file's own `policy_loss`. The page only reads
+them from tables. Between two ratios of a table, the weight is a straight line up to TOLERANCE.
 """
 
 import importlib
@@ -33,32 +33,32 @@ from tools.look import filled, short, write
 
 TEMPLATE, WORDS = (Path(__file__).with_suffix(end) for end in (".html", ".json"))
 PAGES = [ROOT / "docs" / "page-healthy.html", ROOT / "docs" / "page-collapse.html"]
-# The sliders' stops. All other tokens of the response have π_old = 0.5, the ratio exp(drift), no
-# gap, and entropies of which 80% lie below 0.7 nats.
+# The stops of the sliders. All other tokens of the response have π_old = 0.5, the ratio exp(drift),
+# no gap, and entropies of which 80% are below 0.7 nats.
 AXES = {
-    "sign": [1, -1],  # of Â
+    "sign": [1, -1],  # the sign of Â
     "size": [0.35, 0.5, 1, 1.6, 2.5],  # |Â|
     "p": [1e-4, 1e-3, 0.005, 0.02, 0.1, 0.3, 0.6, 0.9, 0.99],  # π_old of the token
-    "entropy": [0.05, 0.3, 0.6, 1, 2, 3],  # where the token was drawn, in nats
+    "entropy": [0.05, 0.3, 0.6, 1, 2, 3],  # of the token's distribution, in nats
     "length": [10, 30, 100, 300, 1000],  # tokens in the response
     "drift": [-0.03, -0.001, 0, 0.001, 0.03],  # mean log r of the response's other tokens
     "gap": [0.25, 0.5, 0.8, 1, 1.25, 2, 4],  # π_old / μ of the token
 }
 USUAL = {"sign": 1, "size": 1, "p": 1e-4, "entropy": 1, "length": 100, "drift": 0, "gap": 1}
 LOWEST, HIGHEST = 0.02, 50.0  # ratios
-TOLERANCE, EDGE = 2e-3, 1e-10  # error of a straight line, relative; width of a jump, relative
+TOLERANCE, EDGE = 2e-3, 1e-10  # relative error of a straight line, relative width of a jump
 NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
-# Variants whose weight depends on other responses, and paced, whose table would be too large
+# Variants whose weight depends on other responses, and paced, whose table would be too large.
 WITHOUT = ["centred", "lp_reg", "m2po", "opd", "paced"]
 NUMBERS = ["is_cap", "tau_p"]  # flags that a sentence of the page names
-OTHERS = [2, 4, 6]  # right answers, of 8, in the other groups of part 2's batch
+OTHERS = [2, 4, 6]  # right answers of 8 in each of the other groups of part 2's batch
 GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss receives it
     "z-score": ("grpo", grpo.advantages),
     "no std": ("minirl", minirl.advantages),
     "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
-# Part 3: where its buttons lead, found once by this rule, whose numbers the page states
+# Where the buttons of part 3 lead. We found it once by this rule, whose numbers the page states.
 RULE = {"window": 10, "risen": 2.0, "halved": 50.0, "fallen": 90.0, "lost": 50.0}
 MARKS = [
     {"kind": "rises", "step": 24, "name": "weight_max"},
@@ -71,10 +71,10 @@ MARKS = [
 
 
 def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
-    """The weight `[N]` on ∇ log π of one token for each of its ratios `[N]`.
+    """Compute the weight `[N]` on ∇ log π of one token for each of its ratios `[N]`.
 
-    `at` has a value for each axis. A ratio's token is the first of a response of its own. The
-    weight is that of the loss's sum, so it is not yet divided by responses or tokens.
+    `at` has a value for each axis. Each ratio has a response of its own, whose first token has it.
+    The weight belongs to the loss's sum, so it is not yet divided by responses or tokens.
     """
     n, T = len(ratios), at["length"]
     first = torch.arange(T) == 0  # [T]
@@ -94,7 +94,7 @@ def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
         logp=logp,
         old_logp=old_logp,
         rollout_logp=old_logp - column(gap, 0.0),
-        ref_logp=logp.detach(),  # a KL term has no gradient there
+        ref_logp=logp.detach(),  # with these values a KL term has no gradient
         entropy=column(torch.tensor(at["entropy"], dtype=torch.float64), entropies),
         advantages=A,
         mask=torch.ones_like(old_logp),
@@ -103,7 +103,7 @@ def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
 
 
 def grid(at: dict, points: int) -> Tensor:
-    """Ratios at which the token's probability is at most 1."""
+    """Make a grid of ratios at which the token's probability is at most 1."""
     highest = min(HIGHEST, 1 / at["p"])
     ends = torch.tensor([LOWEST, highest], dtype=torch.float64).log()
     middle = torch.linspace(ends[0], ends[1], points, dtype=torch.float64).exp()
@@ -115,8 +115,8 @@ def grid(at: dict, points: int) -> Tensor:
 
 
 def effect_of(module: ModuleType, axis: str) -> list[float] | None:
-    """What an axis does, tried at random values of all others: a factor for each of its stops (all
-    1 if the loss does not look at it), or None if it changes the curve."""
+    """Find an axis's effect by trying random values of the others: a factor for each of its stops
+    (all 1 if the loss ignores it), or None if it changes the curve."""
     rng, stops, usual = random.Random(axis), AXES[axis], AXES[axis].index(USUAL[axis])
     factors = torch.ones(len(stops), dtype=torch.float64)  # [stops]
     known = False
@@ -133,7 +133,7 @@ def effect_of(module: ModuleType, axis: str) -> list[float] | None:
 
 
 def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list[float]]:
-    """Ratios, and weights divided by `scale`, of one curve. At a jump two knots stand together."""
+    """Return ratios, and weights divided by `scale`, of one curve. A jump has two close knots."""
     known: dict[float, float] = {}  # ratio -> weight
 
     def measure(ratios: list[float]) -> None:
@@ -141,7 +141,7 @@ def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list
         known.update(zip(ratios, found.tolist()))
 
     measure(grid(at, 24).tolist())
-    intervals = list(itertools.pairwise(known))  # those in which the curve may bend
+    intervals = list(itertools.pairwise(known))  # intervals in which the curve may bend
     while intervals:
         middles = [short((a + b) / 2, 5 if b / a > 1.01 else 12) for a, b in intervals]
         measure(middles)
@@ -157,7 +157,7 @@ def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list
 
 
 def thinned(r: list[float], w: list[float]) -> tuple[list[float], list[float]]:
-    """Without the knots that a straight line between their neighbours replaces."""
+    """Drop the knots that a straight line between their neighbours replaces."""
     kept, start = [0], 0
     for end in range(2, len(r)):
         slope = (w[end] - w[start]) / (r[end] - r[start])
@@ -172,7 +172,7 @@ def thinned(r: list[float], w: list[float]) -> tuple[list[float], list[float]]:
 
 
 def table(name: str) -> dict:
-    """All weights of a file, in units of its own at r = 1 for Â = 1 and 100 tokens."""
+    """Compute all weights of a file, in units of its weight at r = 1, Â = 1 and 100 tokens."""
     module = importlib.import_module(MODULES[name])
     scale = weights(module, USUAL, torch.ones(1, dtype=torch.float64)).item()
     effects = {axis: effect_of(module, axis) for axis in AXES}
@@ -199,7 +199,7 @@ def table(name: str) -> dict:
 
 
 def group_tables() -> dict:
-    """Each method's file, and its advantages `[right, wrong]` for 0 to 8 right answers of 8."""
+    """Compute each method's advantages `[right, wrong]` for 0 to 8 right answers of 8."""
     counts = [[k, *OTHERS] for k in range(9)]
     found = {}
     for name, (file, advantages) in GROUP.items():
@@ -216,10 +216,10 @@ def group_tables() -> dict:
 
 
 def stored(path: Path) -> dict:
-    """The run of a stored page: one group a step, numbers of three digits."""
+    """Read the run of a stored page: one group per step, with numbers of three digits."""
     found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
     run = json.loads(found[1])["runs"][0]
-    rows = {row["step"]: row for row in reversed(run["rows"])}  # the first group of each step
+    rows = {row["step"]: row for row in reversed(run["rows"])}  # each step's first group
     run["rows"] = [rows[step] for step in sorted(rows)]
     for response in itertools.chain.from_iterable(row["responses"] for row in run["rows"]):
         for name, column in response.items():
@@ -229,7 +229,7 @@ def stored(path: Path) -> dict:
 
 
 def two_runs(healthy: dict, collapse: dict) -> dict:
-    """What part 3 needs. Of both runs it shows the steps nearest to the healthy run's and marks."""
+    """Make part 3. It shows both runs at the steps nearest to the healthy run's and to MARKS."""
     wanted = [row["step"] for row in healthy["rows"]] + [mark["step"] for mark in MARKS]
     steps = set()
     for run in (healthy, collapse):

@@ -1,5 +1,5 @@
-"""Shared parts of the pages of tools.page and tools.explorer: their look and keys (look.html,
-look.js), how data are inserted, and where a page may be written."""
+"""Shared parts of the pages of tools.page, tools.explorer and tools.side: their look and keys
+(look.html, look.js), how data are inserted, and where a page may be written."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ from common.records import files
 
 
 def short(value: float, digits: int) -> float:
-    """The number with that many digits."""
+    """Round a number to `digits` significant digits."""
     return float(f"{float(value):.{digits}g}")
 
 
 def form(template: Path) -> str:
-    """A page's form and program, with the shared parts and without data."""
+    """Return a page's layout and program, with the shared parts but without data."""
     text = template.read_text("utf-8")
     for place, name in (("{{look}}\n", "look.html"), ("{{shared}}\n", "look.js")):
         text = text.replace(place, template.with_name(name).read_text("utf-8"))
@@ -22,19 +22,19 @@ def form(template: Path) -> str:
 
 
 def filled(template: Path, data: dict) -> str:
-    """The whole page. Nothing in the data is read as HTML."""
+    """Return the whole page. Nothing in the data is read as HTML."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Inside <script> nothing is read as HTML but </script and <!--: no < is left
+    # Inside <script> a browser reads only </script and <!-- as HTML, so we leave no <.
     return opening(template) + form(template).replace("{{data}}", text.replace("<", r"\u003c"))
 
 
 def opening(template: Path) -> str:
-    """The beginning of a page that this program wrote, and may overwrite."""
+    """Return the first line of a page that this program writes, and so may overwrite."""
     return f"<!doctype html><!-- tools.{template.stem} -->"
 
 
 def write(template: Path, data: dict, out: Path) -> None:
-    """Write a page and print its path. BadInput if another program's file has that name."""
+    """Write a page and print its path. Raise BadInput if another program's file has that name."""
     if not out.parent.is_dir():
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):

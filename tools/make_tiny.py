@@ -1,16 +1,16 @@
-"""Makes the embedded models and their tokenizer.
+"""Make the embedded models and their tokenizer.
 
     python -m tools.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
     python -m tools.make_tiny tiny FOLDER --task arithmetic:100
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns by
 supervised training to imitate an imperfect teacher: 55% of its demonstrations guess the answer
-without working, and 3% of worked steps are wrong. The result guesses when greedy and shows its
-working nearly half the time when sampled. Reinforcement learning can make this the rule. Training
-takes 6 to 11 minutes on one thread, three times that for the mixture of experts. tiny-teacher
-(variants/opd.py) is tiny after 2,000 more steps, on demonstrations without guesses and slips. With
-`--task` tiny learns longer chains, in 2,000 more steps; a chain slips as often as tiny's do.
-FOLDER must be new or empty: to replace an embedded model, delete it first.
+without working, and 3% of worked steps are wrong. The resulting model guesses when greedy, and
+shows its working nearly half the time when sampled. Reinforcement learning can make this the rule.
+Training takes 6 to 11 minutes on one thread, and three times as long for the mixture of experts.
+tiny-teacher (variants/opd.py) is tiny after 2,000 more steps on demonstrations without guesses and
+slips. With `--task`, tiny learns longer chains in 2,000 more steps; a chain slips as often as
+before. FOLDER must be new or empty: to replace an embedded model, delete it first.
 """
 
 import math
@@ -27,14 +27,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-# Pad and EOS differ: otherwise the mask would remove EOS from the loss
+# Pad and EOS must differ, or the mask would remove EOS from the loss.
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 STEPS, BATCH, LR, GUESS, SLIP = 6000, 64, 3e-3, 0.55, 0.03
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character. A character outside the vocabulary is an error, not an unknown
-    token."""
+    """Make a tokenizer with one token per character. A character outside the vocabulary is an
+    error, not an unknown token."""
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -44,7 +44,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def demonstration(
     rng: random.Random, guess: float, slip: float, kind: arithmetic.Kind
 ) -> tuple[str, str]:
-    """A training prompt and the response of a teacher with these shares of guesses and slips."""
+    """Draw a training prompt and a teacher's response, with these shares of guesses and slips."""
     prompt = arithmetic.draw(rng, kind)
     while arithmetic.is_held_out(prompt):
         prompt = arithmetic.draw(rng, kind)
@@ -55,7 +55,7 @@ def demonstration(
 
 
 def untrained(kind: str, task: str) -> PreTrainedModel:
-    """The model before its warm start; for tiny-teacher and long chains tiny after its own."""
+    """Make the model before training; for tiny-teacher and long chains, load the trained tiny."""
     if kind == "tiny-teacher" or task != "arithmetic":
         model = load_model("tiny")[0].train()
         if task != "arithmetic":
@@ -69,7 +69,7 @@ def untrained(kind: str, task: str) -> PreTrainedModel:
     if kind != "tiny-moe":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    experts |= {"norm_topk_prob": True, "output_router_logits": True}  # their loss balances them
+    experts |= {"norm_topk_prob": True, "output_router_logits": True}  # for the balancing loss
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
 
 
@@ -91,11 +91,11 @@ def imitate(
         for prompt, response in (demonstration(rng, guess, slip, kind) for _ in range(batch)):
             ids = tok(prompt + response)["input_ids"] + [tok.eos_token_id]
             inputs.append(torch.tensor(ids))
-            # The loss sees the response alone
+            # The loss sees only the response.
             labels.append(torch.tensor([-100] * len(prompt) + ids[len(prompt) :]))
         inputs = pad_sequence(inputs, batch_first=True, padding_value=tok.pad_token_id)  # [B, L]
         labels = pad_sequence(labels, batch_first=True, padding_value=-100)  # [B, L]
-        # Next-token cross-entropy (and, with experts, their balance)
+        # Next-token cross-entropy (and, with experts, the balancing loss)
         loss = model(inputs, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,7 +112,7 @@ def main(kind: str, folder: Path, most: int | None = None, task: str = "arithmet
     torch.manual_seed(0)
     tok = tokenizer()
     model, chains = untrained(kind, task), arithmetic.KINDS[task]
-    # Steps, rate, and how sloppy the demonstrations are
+    # How long, how fast, and with how many guesses and slips?
     steps, lr, batch, guess, slip = STEPS, LR, BATCH, GUESS, SLIP
     if kind == "tiny-teacher":
         steps, lr, guess, slip = 2000, 1e-3, 0.0, 0.0

@@ -1,30 +1,30 @@
-"""Estimated memory of a run per GPU in GB.
+"""Estimate the memory of a run, in GB per GPU.
 
     python -m tools.memory [FILE.py] --model MODEL [FLAGS] [--gpus N] [--gpu_memory GB]
 
-FILE.py is an algorithm file (grpo.py), FLAGS are its flags, MODEL is a folder or a hub name, whose
-config.json is read. Printed are the peak and its parts, how many responses the cache holds, and the
-peaks with one more flag that saves memory.
+FILE.py is an algorithm file (grpo.py), FLAGS are its flags, and MODEL is a folder or a hub name,
+whose config.json is read. The program prints the peak and its parts, how many responses the cache
+holds, and the peaks with one more flag that saves memory.
 
 The parts, with N parameters over R ranks:
-    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes; also
-                 of a second model that is trained (a teacher, a critic)
-    reference    float32 shards of a model that is not, 4 N / R (0 with --offload_reference)
+    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes; as
+                 much again for a second model that is trained (a teacher, a critic)
+    reference    float32 shards of a frozen model, 4 N / R (0 with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and a layer's float32 gradient before it is scattered
-    activations  what is alive at most in the forward and backward passes of one micro-batch. This
-                 is counted: the model runs on torch's meta device, where tensors have no memory
-    vLLM         weights (bfloat16 or float8) / --tensor_parallel; its KV cache is what
-                 --vllm_memory, a share of the card, leaves beside them and some 5 GB for its
+    activations  the most that is alive in the forward and backward passes of one micro-batch,
+                 counted by running the model on torch's meta device, where tensors have no memory
+    vLLM         weights (bfloat16 or float8) / --tensor_parallel; the KV cache is what
+                 --vllm_memory, a share of the card, leaves beside the weights and some 5 GB for
                  activations and CUDA graphs
 With --offload, states and reference are in host memory; the GPU holds float32 shards of what is
-being gathered. The peak is that of the larger phase. In an update these are all of the trainer's
-parts and vLLM's share, or with --vllm_sleep the graphs, which stay (2 GB). In a sampling these are
-the states without gradient, the reference and vLLM's share. Allocator slack and NCCL's buffers come
-on top (some 3 to 6 GB). A command that fits leaves 1 GB and 6% of the card for them.
+being gathered. The peak is that of the larger phase. An update needs all of the trainer's parts and
+vLLM's share, or with --vllm_sleep only its graphs, which stay (2 GB). Sampling needs the states
+without gradient, the reference and vLLM's share. Allocator slack and NCCL's buffers come on top
+(some 3 to 6 GB). A command that fits leaves 1 GB and 6% of the card for them.
 
-host: GB on the node of rank 0, which alone loads the float32 weights and copies them for the
-reference. With --vllm_sleep it includes each rank's sleeping weights, every tensor in a pinned
+host: GB on the node of rank 0, because only this rank loads the float32 weights and copies them for
+the reference. With --vllm_sleep it includes each rank's sleeping weights, every tensor in a pinned
 block of the next power of two. It also includes offloaded parts, and recorded experts.
 """
 
@@ -52,16 +52,16 @@ from tools.shapes import SHAPES, config_of
 
 PROMPT = 512  # tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
-GRAPHS = 2e9  # of these the graphs
-COPIES = 3.5  # of the recorded experts of a rollout: two columns, and parts of them
+GRAPHS = 2e9  # bytes of the graphs alone
+COPIES = 3.5  # copies of a rollout's recorded experts: two columns, and parts of them
 PARTS = ("states", "reference", "gathered", "activations", "vLLM")
 SAVINGS = {"vllm_sleep": True, "micro_tokens": 8192, "offload_reference": True}  # cheapest first
 SAVINGS |= {"gradient_checkpointing": True, "offload": True}
 
 
 def flash(module, query, key, value, mask, scaling=None, **_) -> tuple:
-    """Attention by the kernel that a GPU takes: it keeps no scores. On the meta device torch would
-    choose another."""
+    """Compute attention by the kernel that a GPU takes, which keeps no scores. On the meta device
+    torch would choose another kernel."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     return kernel(query, key, value, 0.0, True, scale=scaling)[0].transpose(1, 2), None
 
@@ -77,8 +77,8 @@ def configuration(model: str) -> PreTrainedConfig:
 
 
 def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counter:
-    """What a model of so many layers has: parameters, bytes of its tensors in pinned blocks, and
-    the peak of activations in one forward and backward pass over so many tokens."""
+    """Count a model with `layers` layers: its parameters, the bytes of its tensors in pinned
+    blocks, and the peak of activations in one forward and backward pass over `tokens` tokens."""
     config = configuration(model)
     config.num_hidden_layers, config._attn_implementation = layers, "counted"
     with torch.device("meta"):
@@ -90,7 +90,7 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     for parameter in lm.parameters():
         found["parameters"] += parameter.numel()
         found["pinned"] += 2 ** math.ceil(math.log2(2 * parameter.numel()))
-    for parameter in lm.base_model.layers.parameters():  # FSDP passes on their gradients at once
+    for parameter in lm.base_model.layers.parameters():  # FSDP scatters their gradients at once
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     tracker = MemTracker()
     tracker.track_external(lm)
@@ -98,14 +98,14 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], Head(), entropies)
         logp.sum().backward()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the one device
+    (peak,) = tracker.get_tracker_snapshot("peak").values()  # there is one device
     found["activations"] = peak["Total"] - 2 * found["parameters"]
     return found
 
 
 @lru_cache
 def counts(model: str, tokens: int, checkpointing: bool) -> dict[str, float]:
-    """`counted` for the whole model. All of it is linear in the layers: two and four are enough."""
+    """Compute `counted` for the whole model from 2 and 4 layers: it is linear in their number."""
     two, four = (counted(model, layers, tokens, checkpointing) for layers in (2, 4))
     layers = configuration(model).num_hidden_layers
     found = {name: four[name] + (layers - 4) / 2 * (four[name] - two[name]) for name in four}
@@ -115,8 +115,8 @@ def counts(model: str, tokens: int, checkpointing: bool) -> dict[str, float]:
 def engine_bytes(
     config: PreTrainedConfig, parameters: float, ranks: int, float8: bool
 ) -> tuple[float, int]:
-    """Bytes of vLLM's weights on each of the ranks that share it, and of its cache for a token.
-    Embedding and head stay bfloat16."""
+    """Return the bytes of vLLM's weights on each of the ranks that share it, and of its cache for
+    one token. Embedding and head stay bfloat16."""
     outside = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     weights = 2 * outside + (1 if float8 else 2) * (parameters - outside)
     dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
@@ -125,8 +125,8 @@ def engine_bytes(
 
 
 def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
-    """PARTS and peak, GB per GPU of `gpu` GB, of a run with these flags; host, GB of a node; the
-    phase of the peak; and how many responses vLLM's cache holds."""
+    """Estimate a run with these flags: PARTS and peak in GB per GPU of `gpu` GB, host in GB of a
+    node, the phase of the peak, and how many responses vLLM's cache holds."""
     nodes = math.ceil(gpus / 8)
     response = args.max_new_tokens + PROMPT
     tokens = max(args.micro_tokens, response)  # the longest response is never split
@@ -158,7 +158,7 @@ def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
     phases["sampling"] = states + parts["reference"] + share
     phase = max(phases, key=phases.get)
 
-    # The host: at the start rank 0's float32 weights, later whatever was moved there
+    # The host has rank 0's float32 weights at the start, and later whatever was moved there.
     pinned = gpus / nodes * found["pinned"] * weights / (2 * n) if args.vllm_sleep else 0
     moved = 4 * n / nodes * frozen if args.offload or args.offload_reference else 0
     moved += 16 * n / nodes if args.offload else 0
@@ -174,7 +174,7 @@ def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
 
 
 def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
-    """What the command needs, and which peaks one more flag would give."""
+    """Say what a command needs, and which peaks one more flag would give."""
     if Path(file).stem not in MODULES:
         raise BadInput(f"{file}: not an algorithm file")
     sys.argv = [file, *words]

@@ -1,15 +1,15 @@
-"""The responses of a run, token by token, as its samples.jsonl has them: one HTML page that works
+"""Write the responses of a run, token by token, from its samples.jsonl as one HTML page that works
 offline.
 
     python -m tools.page RUN [OTHER] [--every N] [--out FILE]
 
 RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); the page shows two runs side
 by side. It opens where held-out accuracy fell or rose most, and has the groups of each stored step:
-prompt, responses, reward, Â, and every token. The token's colour is the factor on its ∇ log π in
-the update that trained it, or another number: the ratio to π_old, the entropy, the gap between
-sampler and trainer, the KL to the reference.
+prompt, responses, reward, Â, and every token. A token's colour is the factor on its ∇ log π in the
+update that trained it, or another number: the ratio to π_old, the entropy, the gap between sampler
+and trainer, or the KL to the reference.
 
-The page's form and its program are in tools/page.html; tools/look.* is shared with tools.explorer.
+The page's layout and program are in tools/page.html; tools.explorer also uses tools/look.*.
 """
 
 import importlib
@@ -28,17 +28,17 @@ from tools import arguments
 from tools.look import short, write
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-MOST = 30  # steps on a page; of a run that stores more, some in between are left out
+MOST = 30  # steps on a page; if a run stores more, the page leaves out some in between
 CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
-POINTS = 400  # of a curve
+POINTS = 400  # most points of a curve
 
 
 def flags_of(config: dict) -> str:
-    """The run's flags that are not its file's defaults, as on a command line."""
+    """Write the run's flags that differ from its file's defaults, as on a command line."""
     if config["algorithm"] not in MODULES:
         return ""
     defaults = asdict(importlib.import_module(MODULES[config["algorithm"]]).Args())
-    defaults = json.loads(json.dumps(defaults))  # lists for tuples, as in config.json
+    defaults = json.loads(json.dumps(defaults))  # tuples become lists, as in config.json
     words = []
     for name, value in config.items():
         if name == "run_dir" or defaults.get(name, value) in (value, "auto", ""):
@@ -51,7 +51,7 @@ def flags_of(config: dict) -> str:
 
 
 def curves_of(metrics: list[dict], more: list[str]) -> dict[str, list]:
-    """Metric -> [step, value] of some metrics, `more` among them, that the run has."""
+    """Map those of CURVES and `more` that the run has to their points [step, value]."""
     thin = math.ceil(len(metrics) / POINTS)
     found = {}
     for name in dict.fromkeys([*CURVES, *more]):
@@ -65,14 +65,14 @@ def curves_of(metrics: list[dict], more: list[str]) -> dict[str, list]:
 
 
 def fewer_digits(name: str, value: float | None) -> float | None:
-    """A number of a token: of a weight three digits, of a log-prob or an entropy four decimals."""
+    """Round a token's number: a weight to three digits, others to four decimals."""
     if value is None:
         return None
     return short(value, 3) if name == "weight" else round(value, 4) + 0.0  # + 0.0: no -0.0
 
 
 def shortened(row: dict) -> dict:
-    """A row of samples.jsonl without what the page does not show."""
+    """Return a row of samples.jsonl with only what the page shows."""
     responses = []
     for response in row["responses"]:
         kept = {name: value for name, value in response.items() if name not in ("ids", "text")}
@@ -84,7 +84,7 @@ def shortened(row: dict) -> dict:
 
 
 def run_data(folder: Path, every: int) -> dict:
-    """All that the page shows of a run: its first step, its last step and those divisible by
+    """Collect what the page shows of a run: its first step, its last step and those divisible by
     `every`, but no more than MOST."""
     config, path = saved_config(folder), folder / "samples.jsonl"
     if not config:
@@ -113,7 +113,7 @@ def run_data(folder: Path, every: int) -> dict:
 
 
 def overview_beside(out: Path) -> dict:
-    """A link back to the list of pages, which docs/ has."""
+    """Return a link back to the list of pages, if the page's folder has one, like docs/."""
     return {"overview": "index.html"} if (out.parent / "index.html").is_file() else {}
 
 

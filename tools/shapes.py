@@ -1,9 +1,9 @@
-"""Published models by their shapes, for machines without a hub."""
+"""The shapes of published models, for machines without a hub."""
 
 from transformers import AutoConfig, PreTrainedConfig
 
-# Of their config.json: type, width, layers, heads, KV heads, MLP's width, one matrix for embedding
-# and head
+# From their config.json: type, width, layers, heads, KV heads, MLP width, and whether embedding and
+# head share one matrix.
 FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
 FIELDS += "intermediate_size tie_word_embeddings"
 SHAPES = {
@@ -29,7 +29,7 @@ OTHERS["qwen3_moe"] |= OTHERS["qwen3"]
 
 
 def config_of(model: str) -> PreTrainedConfig:
-    """The configuration of a model of SHAPES."""
+    """Make the configuration of a model of SHAPES."""
     fields = dict(zip(FIELDS.split(), SHAPES[model])) | {"vocab_size": 151_936}
     kind = fields.pop("model_type")
     return AutoConfig.for_model(kind, **fields | OTHERS[kind] | OTHERS.get(model, {}))

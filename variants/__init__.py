@@ -1,7 +1,7 @@
-"""The neighbours of the nine: `torchrun -m variants.dapo`, from the root of the repository.
+"""Further methods. Run one from the root of the repository: `torchrun -m variants.dapo`.
 
-A variant is what it changes: its header, its flags, its loss, and a diff of its base file's loop:
-`main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints that loop in full.
+A variant holds only what it changes: its header, its flags, its loss, and a diff of another file's
+loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full.
 """
 
 import inspect
@@ -17,7 +17,7 @@ MARKS = r"(?m)^\s*# </?own>\n|  # </?own>$"
 
 @dataclass
 class Trunk(Flags):
-    """The flags of every loop, as in grpo.py (tested)."""
+    """The flags of every loop, as in grpo.py (a test compares them)."""
 
     steps: Count = 150
     """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
@@ -44,9 +44,12 @@ class Trunk(Flags):
 
 
 def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
-    """`base.main` as if it stood in the file with these globals, changed by a diff: hunks of lines
-    that begin with a blank, - or +, an empty line between them. A name that the file does not
-    define, such as `advantages` or `policy_loss`, is the base file's."""
+    """Return `base.main`, changed by a diff, as if it stood in the file with these globals.
+
+    The diff has hunks of lines that begin with a blank, - or +, and an empty line between hunks.
+    Each hunk must fit exactly one place (else LookupError). A name that the file does not define,
+    such as `advantages` or `policy_loss`, is taken from the base file.
+    """
     for name, value in vars(base).items():
         namespace.setdefault(name, value)
     source = getattr(base.main, "source", None)  # if the base file is a variant

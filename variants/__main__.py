@@ -1,4 +1,4 @@
-"""The whole loop of a variant: `python -m variants dapo`."""
+"""Print the whole loop of a variant: `python -m variants dapo`."""
 
 import importlib
 import sys

@@ -1,7 +1,14 @@
-r"""Score centering: the part of the gradient that only moves the policy to or from the sampler goes.
+r"""Score centering: subtracts the drift that only moves the policy to or from the sampler.
 
 Marek and Ryabinin, "Score Centering Stabilizes Off-policy Reinforcement Learning", 2026, arXiv
 2609.20807.
+
+The problem: if the sampler's probabilities differ from the policy's, a part of the gradient says
+nothing about which token was better. It only moves the policy to the sampler, or away from it. The
+same gap gives the same push in every step.
+
+The idea: this part, the drift, comes from the mean of ∇ log π_θ over the tokens that the sampler
+could have drawn. This mean can be computed, so subtract it.
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
@@ -9,45 +16,47 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     c(v) = μ(v) w(v) - α π_θ(v) for the sampler's K most likely tokens v, else 0
     w = 1, or a bounded π_θ/μ, times dppo.py's M if δ > 0;     Â = R - mean R  (of the group)
 
+sg[x] is x without gradient. α is explained below.
+
 Gradient weight on ∇ log π_θ(y_t) and on every ∇ log π_θ(v), summed over tokens, averaged over
 responses:
 
     w(y_t) Â     and     -c(v) Â
 
-The gradient of a token's log-probability is its score. Under the policy's samples the mean score at
-a prefix is zero: Σ_v π_θ(v) ∇ log π_θ(v) = ∇ 1 = 0. Under the sampler's it is not, and the update
-at a prefix has two parts (here with w = 1):
+Where does the drift come from? The gradient of a token's log-probability is its score. Under the
+policy's own samples the mean score at a prefix is zero: Σ_v π_θ(v) ∇ log π_θ(v) = ∇ 1 = 0. Under
+the sampler's it is not, and the update at a prefix has two parts (here with w = 1):
 
     E_μ[A ∇ log π_θ]  =  E_μ[A] E_μ[∇ log π_θ]  +  Cov_μ(A, ∇ log π_θ)
                          (drift)                   (what was learnt from rewards)
 
-The drift says nothing about which token was better. It moves π_θ to μ where the prefix is promising
-(E_μ[A] > 0), and away from μ where it is not. The same gap gives the same push in every step. The
-group's mean does not remove it: it makes the mean of A zero over a prompt, not at each prefix. The
-centred estimate subtracts the mean score, so that the covariance alone remains.
+The drift moves π_θ to μ if the prefix is promising (E_μ[A] > 0), and away from μ if it is not. The
+group's mean does not remove it, because it makes the mean of A zero over a prompt, not at each
+prefix. The centred estimate subtracts the mean score, so only the covariance remains.
 
-The mean needs μ of all tokens, and an engine reports K of them. Outside of these K (the tail), μ is
-taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) / (1 - Σ_K π_θ). Hence
-α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
-is exact.
+The mean needs μ of all tokens, but an engine reports only K of them. Outside these K (the tail) μ
+is taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) / (1 - Σ_K π_θ). Hence
+α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, no tail is left, and the mean is
+exact.
 
 A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for each of the K tokens,
 and for the sampled one, that is too far from μ in the direction of Â. The mean is subtracted at
-every place, also where the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0
-but for masked v, where it is -π_θ(v). So the mask alone makes a drift, which moves masked tokens
-back to μ: that is all that the centring removes.
+every place, also if the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0
+except for masked v, where it is -π_θ(v). So the mask by itself makes a drift, which moves masked
+tokens back to μ. This drift is then all that the centring removes.
 
 Base file: minirl.py. Differs from it in:
 1. The centring.
 2. No mask M by default. The weight is 1 by default.
 3. Removed: routing replay and the ablations of the weight (here `--weight`).
+The loop is dppo.py's, which is minirl.py's without routing replay, with the diff below.
 
 Run it:
     torchrun -m variants.centred                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.centred --weight tis               # with truncated importance sampling
     torchrun -m variants.centred --weight tis --w_high 20 --delta 0.2   # with DPPO's mask
     torchrun -m variants.centred --centre_top 0             # without centring: the ablation
-    # a node of eight
+    # eight GPUs (not yet run on several)
     torchrun --nproc_per_node=8 -m variants.centred --model Qwen/Qwen3-1.7B-Base \
         --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192 --centre_top 128
@@ -70,8 +79,8 @@ class Args(Trunk):
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     centre_top: Whole = 20
-    """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
-    the vocabulary; 0: no centring (20 is vLLM's default limit; the paper's is unknown to us)."""
+    """K: number of most likely tokens whose probabilities the sampler reports at each place, at
+    most the vocabulary; 0: no centring (20 is vLLM's default limit; we do not know the paper's)."""
     weight: Literal["none", "tis", "icepop"] = "none"
     """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
     w_low: NonNegative = 0.5
@@ -79,14 +88,14 @@ class Args(Trunk):
     w_high: Positive = 5.0
     """tis and icepop: largest weight (OpenRLHF, verl; vime: 2; dppo.py: 20)."""
     delta: NonNegative = 0.0
-    """δ of DPPO's mask: w is 0 if π_θ is further from μ in the direction of Â (SkyRL: 0.2; 0: no
-    mask)."""
+    """δ of DPPO's mask: w is 0 if π_θ is further than this from μ in the direction of Â; 0: no mask
+    (SkyRL: 0.2)."""
     two_sided: bool = False
-    """The mask acts in both directions (prime-rl, δ = 0.3, `--weight tis --w_high 1e4`)."""
+    """The mask acts in both directions (prime-rl: with δ 0.3, `--weight tis --w_high 1e4`)."""
 
 
 def importance_weight(args: Args, ratio: Tensor) -> Tensor:
-    """w, of π_θ/μ of a token, or of the whole tail: of the same shape."""
+    """Return w from π_θ/μ, of tokens or of the whole tail. It has the shape of `ratio`."""
     if args.weight == "tis":
         return ratio.clamp(max=args.w_high)
     if args.weight == "icepop":
@@ -96,7 +105,8 @@ def importance_weight(args: Args, ratio: Tensor) -> Tensor:
 
 
 def token_weight(args: Args, logp: Tensor, sampler_logp: Tensor, A: Tensor) -> Tensor:
-    """w of tokens with these log-probs, by π_θ and by μ, without gradient; A broadcasts to them."""
+    """Return w of tokens, without gradient, from their log-probs by π_θ and by μ. A broadcasts to
+    their shape."""
     weight = importance_weight(args, (logp - sampler_logp).exp())
     if args.delta > 0:
         moved = logp.exp() - sampler_logp.exp()
@@ -106,8 +116,8 @@ def token_weight(args: Args, logp: Tensor, sampler_logp: Tensor, A: Tensor) -> T
 
 
 def centring(args: Args, batch: Rollout) -> Tensor:
-    """c `[n, T, K]`, without gradient: what each of the sampler's most likely tokens adds to the
-    mean of the score, w ∇ log π_θ, under μ."""
+    """Return c `[n, T, K]`, without gradient: what each of the sampler's most likely tokens adds to
+    the mean of w ∇ log π_θ under μ."""
     A = batch.advantages[:, None, None]  # [n, 1, 1]
     pi, mu = batch.top_logp.detach().exp(), batch.sampler_top.exp()  # [n, T, K]
     weight = token_weight(args, batch.top_logp.detach(), batch.sampler_top, A)  # [n, T, K]
@@ -120,22 +130,22 @@ def centring(args: Args, batch: Rollout) -> Tensor:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     weight = token_weight(args, logp.detach(), batch.rollout_logp, A)  # [n, T]: w
     score = weight * logp  # [n, T]: its gradient is the weighted score
     if args.centre_top > 0:
         c = centring(args, batch)  # [n, T, K]
-        score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: its mean under μ goes
+        score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: less its mean under μ
     per_response = (A * score * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     weight = token_weight(args, logp, batch.rollout_logp, batch.advantages[:, None])  # [n, T]: w
     ratio = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
@@ -151,7 +161,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "centred": "half of Σ |c|: probability that is in another place (share)",
     "tail": "μ outside of the K most likely tokens (share)",
@@ -159,6 +169,7 @@ ACTED = {
 }
 
 
+# The diff of dppo.py's loop
 LOOP = """
 -    engine = make_engine(args, lm, world)
 +    engine = make_engine(args, lm, world, record_top=args.centre_top)
@@ -178,14 +189,14 @@ if __name__ == "__main__":
 # 2. Both tail masses are at least 1e-6, as in vime.
 #
 # The untruncated π_θ/μ leaves nothing to centre: μ π_θ/μ = π_θ, whose mean score is zero. So
-# centring and importance weights are two ways to the same end. One removes the drift but keeps the
-# sampler's distribution over tokens; the other also replaces it, at the price of variance.
+# centring and importance weights are two ways to the same end. Centring removes the drift but keeps
+# the sampler's distribution over tokens. The weights also correct that, at the price of variance.
 #
-# minirl.py is the base file because its objective is a weight times Â log π_θ, too: a clip of the
+# Why is minirl.py the base file? Its objective is a weight times Â log π_θ, too. A clip of the
 # ratio, as in icepop.py or grpo.py, would have to be centred itself.
 #
-# Read of the paper: the abstract; and its formulas as NeMo-RL's guide and vime's code state them. c
+# We read the paper's abstract, and its formulas as NeMo-RL's guide and vime's code state them. c
 # and α equal those of vime's published function (its numbers are in checks/). NeMo-RL adds the term
-# to whatever loss is configured, with its clip; SkyRL has it on by default since 0.5.0, with DPPO
+# to any loss that is configured, with its clip. SkyRL has it on by default since 0.5.0, with DPPO
 # (the release's page; we have not read that code). The mask as a part of w is prime-rl's, whose IPO
 # masks both directions.

@@ -3,6 +3,14 @@ r"""CISPO: cap the importance weight, drop no token.
 MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
 2025, arXiv 2506.13585.
 
+The problem: PPO's clip drops tokens. A good token that has risen by ε has no gradient any more, and
+rare tokens reach the clip first. In reasoning, the paper says, these are the forks, "However",
+"Wait", "Recheck", which decide the rest of the response. The more updates per rollout (M1 takes
+16), the more of them are lost.
+
+The idea: bound only the weight of a token. r corrects for sampling from π_old, and min(r, c)
+prevents one token from outweighing a batch, but the gradient of log π_θ always flows.
+
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t sg[min(r, c)] Â_i log π_θ(y_t)
@@ -12,17 +20,12 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(r, c) Â
 
-PPO's clip drops tokens: a good token that has risen by ε has no gradient any more. Rare tokens
-reach the clip first. In reasoning, the paper says, these are the forks, "However", "Wait",
-"Recheck", which decide the rest of the response. More updates per rollout (M1: 16) lose more of
-them. CISPO bounds only the weight. r corrects for sampling from π_old, and min(r, c) prevents one
-token from outweighing a batch. The gradient of log π_θ always flows.
+sg[x] is x without gradient, and it matters. Without it the derivative of r log π_θ is
+r (1 + log π_θ). Below probability 1/e its sign turns, so rare tokens are pushed down when they are
+rewarded.
 
-sg matters. Without it the derivative of r log π_θ is r (1 + log π_θ). Below probability 1/e its
-sign turns, and rare tokens are pushed down when they are rewarded.
-
-The clip also kept tokens near π_old. Here nothing does until the next rollout. DPPO's authors see
-collapse where sampler and trainer differ (dppo.py).
+What is lost without the clip? The clip also kept tokens near π_old. Here nothing does until the
+next rollout. DPPO's authors see collapse where sampler and trainer differ (dppo.py).
 
 Base file: justrl.py. Differs from it in:
 1. -log π with a detached, capped weight instead of min and clip. `--clip_low` and `--clip_high`
@@ -30,7 +33,7 @@ Base file: justrl.py. Differs from it in:
 
 Run it:
     torchrun -m variants.cispo                              # laptop, 2 to 4 minutes, no download
-    # a node of eight; M1's steps per rollout
+    # eight GPUs (not yet run on several); M1's steps per rollout
     torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \
         --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
@@ -51,7 +54,7 @@ from variants import justrl, loop_of, Trunk
 @dataclass
 class Args(Trunk):
     clip_low: NonNegative = 0.2
-    """ε of justrl.py's lower clip, which is only counted (DAPO's authors)."""
+    """ε of justrl.py's lower clip; here tokens beyond it are only counted (DAPO's authors)."""
     clip_high: NonNegative = 0.28
     """ε of its upper clip, likewise (DAPO's authors)."""
     is_cap: Positive = 5.0
@@ -59,7 +62,7 @@ class Args(Trunk):
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, without gradient
@@ -69,7 +72,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     ratio = (logp - batch.old_logp).exp()  # [n, T]
     beyond = clip_shares(logp, batch, args.clip_low, args.clip_high)  # where PPO's M would be 0
@@ -80,7 +83,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "kept_beyond_clip": "tokens that justrl's clip would drop (share)",
     "weight_max": "largest ratio r, before its cap",
@@ -95,13 +98,14 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. The paper does not give its cap; 5 is ScaleRL's (arXiv 2510.13786), as TRL has it.
-# 2. Four optimiser steps per rollout where M1 takes 16. So no weight is near 5 on the embedded task
+# 2. Four optimiser steps per rollout; M1 takes 16. So on the embedded task no weight is near 5
 #    (`--is_cap 1.2` shows the cap at work). No dynamic sampling, no punishment for length.
 #
-# Public code has three conventions for the cap. The first is c itself (TRL: 5, as here). The second
-# is 1 + ε, with the lower side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c =
-# 1.2). The third has both sides, in the same two if ε_low stays at the usual 0.2. That is another
-# loss: a token that has become rare keeps the weight 0.8. In M1, ε_low is too large to act.
+# Public code has three conventions for the cap. The first gives c itself (TRL: 5, as here). The
+# second gives ε of the cap 1 + ε, and switches the lower side off with ε_low >= 1 (slime; verl's
+# example, where ε 0.2 makes c = 1.2). The third has both sides: slime and verl again, if ε_low
+# stays at the usual 0.2. That is another loss, in which a token that has become rare keeps the
+# weight 0.8. In M1, ε_low is too large to act.
 #
 # The formula without a lower bound is as two frameworks quote the paper. Cap and token mean are as
 # in TRL's code, the conventions as in TRL's, slime's and verl's.

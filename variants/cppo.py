@@ -3,6 +3,14 @@ r"""CPPO: Cumulative Prefix-divergence Policy Optimization.
 Mao et al., "Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2606.10968.
 
+The problem: DPPO lets every token move equally far from μ. But all later tokens are sampled after
+an early one. If π_θ would have gone elsewhere there, the whole rest of the response is off-policy.
+The objective's error is bounded by a constant times Σ_t (T - t) D_t, in which early tokens count
+most.
+
+The idea: weight D by position, the first token most, and give each prefix a budget, b per token.
+Once a response has spent more than its budget, its next tokens may move less.
+
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
     J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), c)] Â log π_θ(y_t) ]
@@ -10,21 +18,20 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     D_t = |π_θ - μ|,     w_t = 1 - (1 - w_min) (t-1)/(T-1)
     δ_t = min(δ, δ + Σ_{s<t} (b w_s - w_s D_s)),     b = P90 of the response's D, but 0.02 to 0.04
 
+sg[x] is x without gradient, c a cap, T the length of the response.
+
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, c) Â
 
-DPPO lets every token move as far from μ. But all later tokens are sampled behind an early one: if
-π_θ would have gone elsewhere, the whole rest of the response is off-policy. The objective's error
-is bounded by a constant times Σ_t (T - t) D_t. So CPPO weights D by position, the first token most.
-It also gives a prefix a budget, b per token. Once a response has spent more, its next tokens may
-move less. Both bound only tokens that move away from μ. A token without a gradient spends, too.
+Weight and budget mask only tokens that move away from μ. But a token without a gradient spends
+from the budget, too.
 
-What is T? In the paper and in one of the authors' two implementations (UniRL) the response's own
-length, in the other (verl, pull request 6731) the length to which all are padded. There the weight
-of a short response hardly falls: with 100 of 8,192 tokens it ends at 0.998 instead of 0.8. The
-default is the paper's (`--weight_span response`), also because a response then has the same loss
-under every length limit.
+What is T? In the paper and in one of the authors' two implementations (UniRL) it is the response's
+own length. In the other (verl, pull request 6731) it is the length to which all responses are
+padded, so the weight of a short response hardly falls: with 100 of 8,192 tokens it ends at 0.998
+instead of 0.8. The default is the paper's (`--weight_span response`), also because a response then
+has the same loss under every length limit.
 
 Base file: dppo.py. Differs from it in:
 1. The mask: position weights and a budget.
@@ -34,7 +41,7 @@ Run it:
     torchrun -m variants.cppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.cppo --weight_span limit           # as in verl's pull request
     torchrun -m variants.cppo --budget_low 1 --budget_high 1            # without the budget
-    # a node of eight
+    # eight GPUs (not yet run on several)
     torchrun --nproc_per_node=8 -m variants.cppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \
         --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
@@ -71,7 +78,7 @@ class Args(Trunk):
 
 
 def spending(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """w_t D_t and δ_t, two `[n, T]`, for log π_θ `[n, T]` without gradient."""
+    """Return w_t D_t and δ_t, `[n, T]` each, for log π_θ `[n, T]` without gradient."""
     mask = batch.mask  # [n, T]
     divergence = (logp.exp() - batch.rollout_logp.exp()).abs()  # [n, T]: D
     before = mask.cumsum(dim=1) - mask  # [n, T]: t - 1
@@ -89,8 +96,8 @@ def spending(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def masked(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """True where M = 0, and where only the prefix's budget does it: two `[n, T]`, for log π_θ
-    `[n, T]` without gradient."""
+    """Return True where M = 0, and True where only the prefix's budget makes it 0: two `[n, T]`,
+    for log π_θ `[n, T]` without gradient."""
     spent, threshold = spending(args, logp, batch)  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
     away = A * (logp - batch.rollout_logp) > 0  # [n, T]: the update moves π_θ away from μ
@@ -99,7 +106,7 @@ def masked(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     cut, _ = masked(args, logp.detach(), batch)  # [n, T]: M = 0
@@ -107,13 +114,13 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     weight = weight.clamp(max=args.is_cap)  # [n, T]
     objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     cut, by_budget = masked(args, logp, batch)  # [n, T]
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
@@ -125,7 +132,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "budget_share": "tokens that only the prefix's budget masked (share)",
@@ -133,6 +140,7 @@ ACTED = {
 }
 
 
+# The diff of dppo.py's loop
 LOOP = """
      parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
 +    if args.budget_low > args.budget_high:
@@ -145,12 +153,13 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. D is the coin's, as in both implementations. The paper's experiments have the total variation
-#    over the 20 most likely tokens.
+# 1. D compares two coins, this token or any other, as in both implementations. The paper's
+#    experiments have the total variation over the 20 most likely tokens.
 # 2. Advantages have no std, and tokens are summed, as in the base file.
-# 3. The gradient of the paper's π_θ/μ Â is that of its value times Â log π_θ; the cap is verl's.
+# 3. The paper writes π_θ/μ Â. A detached weight times Â log π_θ has the same gradient. The cap is
+#    verl's.
 #
-# Read: the paper's sections 2 and 3 (equations 8 to 11, algorithm 1), UniRL's cppo.py and verl's
+# We read the paper's sections 2 and 3 (equations 8 to 11, algorithm 1), UniRL's cppo.py and verl's
 # pull request, which give equation 22. checks/ has the numbers of both. `--max_new_tokens` stands
 # for verl's padded length, which is the length limit there, too. A response of one token has weight
 # 1 here and in UniRL. slime's flags of the same name are another rule, on log-ratios.

@@ -3,6 +3,14 @@ r"""DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization.
 Yu et al. (ByteDance Seed, Tsinghua), "DAPO: An Open-Source LLM Reinforcement Learning System at
 Scale", 2025, arXiv 2503.14476.
 
+The problem: a zero-variance group, all right or all wrong, has no gradient. As the model improves,
+most groups become all right, and the gradient of the other groups has more noise. In the token mean
+it is also smaller, because tokens of zero-variance groups are counted, too. And a response that is
+cut at the length limit counts as wrong, even if its reasoning is good.
+
+The idea: replace zero-variance groups with the next prompts of the stream (dynamic sampling), and
+warn a response before it reaches the limit, with a soft punishment.
+
 Objective, over all tokens y_t of groups with right and wrong answers, r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
@@ -14,30 +22,26 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-A zero-variance group, all right or all wrong, has no gradient. As the model improves, most groups
-become all right, and the gradient of the other groups has more noise. In the token mean it is also
-smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling replaces these
-groups with the next prompts of the stream. This costs tokens that are sampled and dropped
-(`extra_tokens`), more as the model gets better. `reward_drawn` counts these responses, too.
+Dynamic sampling costs tokens that are sampled and dropped (`extra_tokens`), more as the model gets
+better. `reward_drawn` counts these responses, too.
 
-A response cut at the limit counts as wrong, even if its reasoning is good. The soft punishment
-warns before that: over the last `--overlong_buffer` tokens it grows to half of the reward of a
-right answer. So shorter right answers score more than longer ones, and a right one never less than
-a wrong one.
+The punishment grows over the last `--overlong_buffer` tokens, to half of the reward of a right
+answer. So shorter right answers score more than longer ones, and a right answer never scores less
+than a wrong one.
 
 Base file: justrl.py, which has the token mean and clip-higher. Differs from it in:
 1. Dynamic sampling, at most `--max_draws` rounds a step. Zero-variance groups that are left then
    stay, without gradient. The position in the stream of prompts no longer follows from the step, so
    it is saved.
 2. The punishment is added to the rewards for the advantages. The filter uses the verdicts alone,
-   and zero-variance groups get no punishment: there the z-score would make the smallest punishment
-   as large as a wrong answer.
+   and zero-variance groups get no punishment. In such a group the z-score would make the smallest
+   punishment as large as a wrong answer.
 3. `--mask_truncated` leaves cut responses out of the loss.
 
 Run it:
     torchrun -m variants.dapo                               # laptop, three minutes, no download
     torchrun -m variants.dapo --max_draws 1                 # the same without dynamic sampling
-    # a node of eight; the paper's sizes, but for the model (32B, on 128 GPUs)
+    # eight GPUs (not yet run on several); the paper's sizes, but it has 32B, on 128 GPUs
     torchrun --nproc_per_node=8 -m variants.dapo --model Qwen/Qwen2.5-7B --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
         --max_new_tokens 20480 --overlong_buffer 4096 --warmup 20 --gradient_checkpointing \
@@ -72,20 +76,21 @@ class Args(justrl.Args):
 
 
 def overlong(lengths: Tensor, args: Args) -> Tensor:
-    """The number added to the verdict for these lengths, `[N]` -> `[N]`: 0 up to the buffer, then
-    linearly down to -overlong_penalty at the limit."""
+    """Return what is added to the verdict of responses of these lengths, `[N]` -> `[N]`: 0 up to
+    the buffer, then linearly down to -overlong_penalty at the limit."""
     beyond = (lengths - (args.max_new_tokens - args.overlong_buffer)).clamp(min=0)  # [N]
     return -args.overlong_penalty * beyond / max(1, args.overlong_buffer)  # [N]
 
 
 def punished(rewards: Tensor, rollout: Rollout, args: Args) -> Tensor:
-    """Verdicts `[P, G]` plus the punishment, except in zero-variance groups: for the advantages."""
+    """Return the rewards for the advantages: verdicts `[P, G]` plus the punishment, but in
+    zero-variance groups the verdicts alone."""
     mixed = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)  # [P, 1]: right and wrong answers
     return rewards + mixed * overlong(rollout.mask.sum(dim=1), args).view_as(rewards)  # [P, G]
 
 
 def trained(args: Args, batch: Rollout) -> Rollout:
-    """The batch; with `--mask_truncated` its mask is 0 on responses that were cut."""
+    """Return the batch. With `--mask_truncated` its mask is 0 on responses that were cut."""
     if not args.mask_truncated:
         return batch
     mask = batch.mask * batch.finished[:, None]  # [n, T]
@@ -93,11 +98,11 @@ def trained(args: Args, batch: Rollout) -> Rollout:
 
 
 class Draws:
-    """Dynamic sampling. In each step `problems` returns the first prompts. Then `refill` samples
-    new groups for the slots of zero-variance groups (`idle`).
+    """Dynamic sampling. In each step `problems` returns the first prompts, and then `refill`
+    samples new groups for the slots of zero-variance groups (`idle`).
 
-    All ranks read one stream of prompts, in the batch's order, so any number of ranks draws the
-    same prompts. A rank without idle slots takes part in the others' rounds with no prompt.
+    All ranks read one stream of prompts, in the batch's order, so the prompts do not depend on the
+    number of ranks. A rank without idle slots takes part in the others' rounds, with no prompt.
     """
 
     def __init__(self, args: Args, engine: object, task: Task, world: World):
@@ -114,7 +119,7 @@ class Draws:
         self.drawn = state["drawn"]
 
     def problems(self, count: int) -> list[Problem]:
-        """The next `count` problems for this rank; all ranks call it together."""
+        """Return the next `count` problems for this rank. All ranks must call it together."""
         counts = gather(torch.tensor([count]), self.world).tolist()  # every rank's
         first = self.drawn + sum(counts[: self.world.rank])
         self.drawn += sum(counts)
@@ -122,7 +127,7 @@ class Draws:
 
     @timed("redraw")
     def refill(self, rollout: Rollout, rewards: Tensor) -> tuple[Rollout, Tensor]:
-        """The rollout and its rewards `[P, G]` with new groups instead of zero-variance groups."""
+        """Return rollout and rewards `[P, G]` with new groups in place of zero-variance groups."""
         args, (P, G) = self.args, rewards.shape
         self.rounds, self.groups = 1, P
         self.tokens, self.sum = rollout.mask.sum(), rewards.sum()
@@ -144,7 +149,7 @@ class Draws:
         return rollout, rewards
 
     def statistics(self, rollout: Rollout) -> dict[str, tuple]:
-        """Metrics of the step's rounds as (sum, count) pairs; `rollout` is their result."""
+        """Return metrics of the step's rounds as (sum, count) pairs. `rollout` is their result."""
         used, N, G = rollout.mask.sum(), len(rollout), self.args.group_size
         return {
             "rounds": (self.rounds, 1),
@@ -157,23 +162,23 @@ class Draws:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = trained(args, batch).mask  # [n, T]: 1 on the tokens that are trained
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     return clip_shares(logp, trained(args, batch), args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "extra_tokens": "tokens sampled and dropped, per token trained on",
     "reward_drawn": "reward of all sampled responses",
@@ -181,7 +186,7 @@ ACTED = {
 }
 
 
-# Lines of justrl.py's loop and what they become here
+# The diff of justrl.py's loop
 LOOP = """
      engine = make_engine(args, lm, world)
 +    draws = Draws(args, engine, task, world)
@@ -212,11 +217,12 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. A round draws one prompt for each zero-variance group. verl's recipe draws three batches and
-#    drops zero-variance and surplus groups: fewer rounds, more samples. It stops the run after ten
-#    rounds, so no such group is in its batch. Here groups that are left after `--max_draws` rounds
-#    stay: their tokens have no gradient, and count in Σ_i |y_i|.
-# 2. Rewards are 0 and 1, in the paper -1 and 1. Under the z-score its punishment of 1 is 1/2 here.
+#    drops zero-variance and surplus groups, which takes fewer rounds and more samples. It stops the
+#    run after ten rounds, so its batch never has such a group. Here groups that are left after
+#    `--max_draws` rounds stay. Their tokens have no gradient, but count in Σ_i |y_i|.
+# 2. Rewards are 0 and 1; in the paper they are -1 and 1. Under the z-score, the paper's punishment
+#    of 1 is 1/2 here.
 # 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
 #
-# Filter, punishment and sizes are those of the authors' recipe for verl. The formula and the
-# warm-up of 20 (the script: 10) are second hand.
+# Filter, punishment and sizes are from the authors' recipe for verl. The formula and the warm-up of
+# 20 (the script: 10) are second hand.

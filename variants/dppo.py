@@ -3,33 +3,39 @@ r"""DPPO: Divergence Proximal Policy Optimization.
 Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2602.04879.
 
+The problem: a trust region should bound the distance of two distributions, but the ratio of the
+sampled token measures it badly. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
+although only 0.0003 of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and the token
+passes, although a fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
+
+The idea: bound the divergence of a coin: this token, or any other. Merging outcomes never adds to a
+divergence, so the coin's is a lower bound of the vocabulary's. It needs only the log-probs.
+
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
     J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), c)] Â log π_θ(y_t) ]
     M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and D(μ, π_θ) > δ, else 1
     D = |π_θ - μ|   or   D = μ log(μ/π_θ) + (1-μ) log((1-μ)/(1-π_θ))     (TV or KL of two coins)
 
+sg[x] is x without gradient, c a cap.
+
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
     M_t = 1 - sign(Â (π_θ - μ)) D/δ    (with `--soft`)
 
-A trust region should bound the distance of two distributions. The ratio of the sampled token is a
-poor measure of it. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut, although only 0.0003
-of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and the token passes, although a
-fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
+The two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL 0.05 allows TV 0.158.
 
-DPPO bounds the divergence of a coin: this token or any other. Merging outcomes never adds to a
-divergence, so the coin's is a lower bound of the vocabulary's, and it needs only the log-probs. The
-two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL 0.05 allows TV 0.158.
-
-Like PPO's clip, the mask acts only in the direction of the advantage. It measures from μ, not from
-π_old. Where sampler and trainer disagree, a token is away from μ before the first update. With a
-region around π_old, as in minirl.py, or without one, as in cispo.py, the authors see this
+Like PPO's clip, the mask acts only in the direction of the advantage. But it measures from μ, not
+from π_old. If sampler and trainer disagree, a token is away from μ before the first update. With a
+region around π_old, as in minirl.py, or without any, as in cispo.py, the authors see this
 difference grow until the run collapses.
 
-DRPO (`--soft`, arXiv 2606.09821) makes the mask's edge a slope: M falls from 1 at μ to 0 at δ, and is
-negative beyond, which pushes the token back. On the way back M is above 1.
+DRPO (`--soft`, arXiv 2606.09821) makes a slope of the mask's edge. M falls from 1 at μ to 0 at the
+distance δ. Beyond δ it is negative, which pushes the token back. On the way back M is above 1. The
+published loss has no cap on the ratio, so the command below sets c so high that it never acts.
+
+IPO (`--two_sided`, prime-rl) masks a token that is too far from μ in either direction.
 
 Base file: minirl.py. Differs from it in:
 1. The mask: a divergence from μ instead of the ratio to π_old.
@@ -39,9 +45,9 @@ Base file: minirl.py. Differs from it in:
 Run it:
     torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.dppo --trust_region kl
-    torchrun -m variants.dppo --soft --delta 12.5           # DRPO; without --delta at DPPO's δ
+    torchrun -m variants.dppo --soft --delta 12.5 --is_cap 1e9          # DRPO
     torchrun -m variants.dppo --two_sided --delta 0.3 --is_cap 1e4      # prime-rl's IPO
-    # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
+    # eight GPUs (not yet run on several); verl's script has these sizes for Qwen3-30B-A3B-Base
     torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \
         --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
@@ -71,9 +77,9 @@ class Args(Trunk):
     is_cap: Positive = 20.0
     """c: largest importance weight π_θ/μ (verl's default)."""
     two_sided: bool = False
-    """Mask beyond δ in both directions (prime-rl's IPO: with --delta 0.3)."""
+    """Mask beyond δ in both directions (prime-rl's IPO: --delta 0.3); with soft, no effect."""
     soft: bool = False
-    """DRPO: a weight that falls with the divergence, instead of the mask."""
+    """A weight that falls with the divergence, instead of the mask (DRPO: with --delta 12.5)."""
     log_square: NonNegative = 0.0
     """κ: weight of (log π_θ/μ)² on every token, masked or not (our choice; prime-rl: 1e-3)."""
 
@@ -82,8 +88,8 @@ DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper
 
 
 def distance(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """D/δ `[n, T]`, for log π_θ `[n, T]` without gradient; and 1 on tokens that moved from μ in the
-    direction of Â, -1 on those that moved the other way."""
+    """Return two `[n, T]` for log π_θ `[n, T]` without gradient: D/δ; and 1 on tokens that moved
+    from μ in the direction of Â, -1 on tokens that moved the other way."""
     p, mu = logp.exp(), batch.rollout_logp.exp()  # [n, T]: the coins' probabilities
     if args.trust_region == "tv":
         divergence = (p - mu).abs()  # [n, T]
@@ -96,13 +102,13 @@ def distance(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def masked(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """True `[n, T]` where M = 0 (with `--soft`: below 0)."""
+    """Return True `[n, T]` where M is 0 (with `--soft`: below 0)."""
     far, way = distance(args, logp, batch)  # [n, T]
     return far > 1 if args.two_sided else (far > 1) & (way > 0)  # [n, T]
 
 
 def gate(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """M `[n, T]`."""
+    """Return M `[n, T]`: 0 or 1, or with `--soft` the slope."""
     if args.soft:
         far, way = distance(args, logp, batch)  # [n, T]
         return 1 - way * far  # [n, T]
@@ -110,7 +116,7 @@ def gate(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     M = gate(args, logp.detach(), batch)  # [n, T]
@@ -120,13 +126,13 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # The square brings a token back, masked or not.
     objective = objective - args.log_square * (logp - batch.rollout_logp) ** 2  # [n, T]
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     M = gate(args, logp, batch)  # [n, T]
     cut = masked(args, logp, batch)  # [n, T]: with `--soft` those that are pushed back
@@ -141,14 +147,14 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share); with `--soft` the mean of |1 - M|",
     "weight_max": "largest weight π_θ/μ, before its cap",
 }
 
 
-# Lines of minirl.py's loop and what they become here
+# The diff of minirl.py's loop
 LOOP = """
 -    # In vLLM recording switches its scheduling ahead off, so there it records only for a replay.
 -    experts = args.rollout == "hf" or args.routing_replay == "r3"
@@ -182,16 +188,19 @@ if __name__ == "__main__":
 # 1. Only the coin's divergence; the paper also has one over the most likely tokens.
 # 2. Advantages have no std, and tokens are summed, as in the base file. verl's script does the
 #    same, and also divides the sums by a constant.
-# 3. The cap is 20, as in verl and TRL. The authors' code has 10. verl's script sets 10,000, in
-#    effect none.
-# 4. DRPO's M comes from the loss -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ, whose r has no cap. Its
-#    ε is 12.5 in the paper and in UniRL, which changes M by 0.08 at most, as |π_θ - μ| <= 1. Here
-#    it is δ.
+# 3. The cap is 20, as in verl and TRL. The authors' code has 10. verl's script sets 10,000, which
+#    in effect is no cap.
+# 4. DRPO's M comes from the loss -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ. This r has no cap (UniRL
+#    only clamps log r to ±20). ε is our δ. It is 12.5 in the paper and in UniRL, which changes M by
+#    0.08 at most, because |π_θ - μ| <= 1. `--soft` without `--delta` has DPPO's δ instead.
 #
-# prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, and a token mean. Its
-# newest code that we could read caps w at 1e4. That of 21 August 2026 has no cap, and (log w)²
-# times 1e-3 on every token, which pulls masked tokens back (`--log_square 1e-3 --is_cap 1e9`); the
-# mask has no such term (that unmasked ones move it: centred.py).
+# prime-rl's IPO masks tokens with |π_θ - μ| > 0.3, for any Â, and takes the token mean. In the
+# newest configuration that we could read, the threshold is 0.3 and w is capped at 1e4. Earlier
+# versions differ. On 21 August 2026 the default was a one-sided DPPO at 0.2 without a cap, plus
+# 1e-3 (log w)² on every token, which pulls masked tokens back
+# (`--delta 0.2 --log_square 1e-3 --is_cap 1e9`), and IPO was an option with the threshold 0.1. On
+# 27 August IPO became the default, with 0.1. The mask itself has no term that pulls a masked token
+# back, but the updates of other tokens move it (see centred.py).
 #
-# Masks and caps are those of the authors' code and verl's, IPO of prime-rl's code and page. δ is
-# as TRL and verl's script give the paper's, which asks for a large cap.
+# Masks and caps are from the authors' code and verl's, IPO from prime-rl's code and page. δ is the
+# paper's as TRL and verl's script give it. The paper asks for a large cap.

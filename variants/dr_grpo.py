@@ -3,6 +3,13 @@ r"""Dr. GRPO: GRPO done right, without its two biases.
 Liu et al. (Sea AI Lab), "Understanding R1-Zero-Like Training: A Critical Perspective",
 2025, arXiv 2503.20783.
 
+The problem: GRPO divides twice by a number that depends on the samples, by a response's length and
+by the std of a group's rewards. Each time the gradient is no longer the gradient of the expected
+reward.
+
+The idea: leave both divisions out. What remains is the policy gradient with the group's mean as its
+baseline (RLOO's, times (G-1)/G).
+
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/G Σ_i 1/L Σ_t min(r Â_i, clip(r, 1-ε, 1+ε) Â_i)
@@ -14,26 +21,23 @@ Gradient weight on ∇ log π_θ(y_t), before the mean over responses:
     M r Â / L
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-GRPO divides twice by a number that depends on the samples. Each time the gradient is no longer that
-of the expected reward.
+What does 1/|y_i| do? It gives the tokens of a long response less weight. Of two wrong answers the
+longer one is punished less for each token. So it pays to write more in a wrong answer, and less in
+a right one. Responses grow longer, wrong ones most of all, and this looks like learning to think.
 
-1/|y_i| gives the tokens of a long response less weight. Of two wrong answers the longer one is
-punished less for each token. So it pays to write more when one is wrong, and less when one is
-right. Responses grow longer, most of all wrong ones, and this looks like learning to think.
-
-1/std gives prompts on which nearly all or nearly no samples are right a larger weight,
-1/sqrt(p(1-p)). At p = 1/8 it is half as much again as at 1/2. Without both divisions the policy
-gradient is left, with the group's mean as its baseline (RLOO's, times (G-1)/G). The constant L only
-rescales lr, and Adam cancels that.
+What does 1/std do? It gives a larger weight, 1/sqrt(p(1-p)), to prompts on which nearly all or
+nearly no samples are right. At p = 1/8 this weight is half as much again as at 1/2. The constant L
+only rescales lr, and Adam cancels that.
 
 Base file: grpo.py. Differs from it in:
 1. Advantages without std.
 2. A sum over tokens divided by the constant `--max_new_tokens`.
 3. No KL term, no reference model.
+The loop is sapo.py's, which is grpo.py's without a reference model.
 
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
-    # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
+    # eight GPUs (not yet run on several); the authors: 128 prompts, G = 8, at most 3000 tokens
     torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \
         --max_new_tokens 3000 --lr 1e-6 --minibatches 1 --micro_tokens 8192
@@ -61,38 +65,38 @@ class Args(Trunk):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
     # too easy or too hard teaches nothing.
     return centred  # no std: 1/std would weight prompts by their difficulty
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     return clip_shares(logp, batch, args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 
@@ -103,9 +107,10 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The authors' code divides by 3000, the length limit of its runs; ours by the run's own limit.
+# 1. The authors' code divides by 3000, the length limit of its runs; ours divides by the run's own
+#    limit.
 # 2. Four optimiser steps per rollout. The authors' code takes one epoch of a batch as large as the
 #    rollout, so r = 1 always.
-# 3. `--grad_clip 1` sees a gradient of another scale than GRPO's.
+# 3. `--grad_clip 1` sees a gradient of another scale than in GRPO.
 #
-# Objective, constant and sizes are those of the authors' code; ε is its default, 0.2.
+# Objective, constant and sizes are from the authors' code; ε is its default, 0.2.

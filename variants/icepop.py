@@ -3,6 +3,14 @@ r"""IcePop and related corrections for the gap between sampler and trainer.
 Ling team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model",
 2025, arXiv 2510.18855.
 
+The problem: the sampler has the trainer's weights, but not its probabilities, because of other
+kernels, another precision, or other experts. PPO's ratio does not contain this gap, because both
+its policies are the trainer's.
+
+The idea: measure the gap by w = π_old/μ, which is fixed before the first update. Multiply a token's
+term by w, or drop the token if w is outside a band (here 0.5 to 5). IcePop takes such a w for an
+error, which a capped weight would still trust.
+
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
     J = E_y~μ [ 1/|y| Σ_t C_t min(r Â, clip(r, 1-ε_low, 1+ε_high) Â) ]
@@ -14,13 +22,8 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
     C_t M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
-precision, or other experts. PPO's ratio does not contain this gap, because both its policies are
-the trainer's. w is the gap, fixed before the first update. The correction multiplies PPO's term
-from outside. Inside, a token with w = 1.5 would be clipped although the policy has not moved.
-
-IcePop drops a token whose w is outside a band (here 0.5 to 5): it takes it for an error, which a
-capped weight would still trust. The related corrections are, with W = Π_t w of a response:
+Why is C outside of min and clip? Inside, a token with w = 1.5 would be clipped although the policy
+has not moved. The related corrections are, with W = Π_t w of a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
     cis        min(w, 1 + (β-1) max(1 - π_old, 0.005))      calibrated, arXiv 2609.32444
@@ -32,10 +35,10 @@ capped weight would still trust. The related corrections are, with W = Π_t w of
 
 Per token the correction is biased, because the tokens before it came from μ, too. Per response it
 is not, but W's variance grows exponentially with the length. Every band and cap trades bias for
-variance. Only opsm looks at π_θ, so also at staleness.
+variance. Only opsm looks at π_θ, so only opsm sees staleness, too.
 
 cis bounds an error of the logits instead of w. Such an error e shifts the log-odds of a token, and
-w = π_old + (1 - π_old) exp(e): from the same e the w of a sure token is nearly 1. With exp(e) <= β
+w = π_old + (1 - π_old) exp(e). So the same e leaves the w of a sure token near 1. With exp(e) <= β
 the cap is β for a rare token and almost 1 for a sure one. The 0.005 is for rounding.
 
 Base file: minirl.py. Differs from it in:
@@ -45,13 +48,14 @@ Base file: minirl.py. Differs from it in:
    none`) and routing replay.
 3. The sampler is an 8-bit copy, which makes a gap to correct. To repair a run of another file, add
    `--rollout_dtype auto`.
+The loop is dppo.py's, which is minirl.py's without routing replay, with the diff below.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
     torchrun -m variants.icepop --correction cis --w_high 3.3           # β of its paper
-    # a node of eight
+    # eight GPUs (not yet run on several)
     torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \
         --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \
         --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
@@ -94,7 +98,7 @@ class Args(Trunk):
 
 
 def correction(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """C `[n, T]`: the factor on a token's term that corrects for the engines' gap."""
+    """Return C `[n, T]`, the factor on a token's term that corrects for the gap."""
     mask, A = batch.mask, batch.advantages[:, None]  # [n, T], [n, 1]
 
     def kept(x: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ def correction(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     weight = correction(args, logp.detach(), batch)  # [n, T]: C
@@ -133,13 +137,13 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
+    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
+    # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     weight = correction(args, logp, batch)  # [n, T]: C
     uncapped = (batch.old_logp - batch.rollout_logp).exp()  # [n, T]: w
@@ -152,7 +156,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "corrected": "mean |C - 1|, C the correction",
     "dropped_share": "tokens dropped by it (share)",
@@ -160,6 +164,7 @@ ACTED = {
 }
 
 
+# The diff of dppo.py's loop
 LOOP = """
      parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
 +    if args.correction_level == "sequence" and args.correction not in ("tis", "mis"):
@@ -178,18 +183,19 @@ if __name__ == "__main__":
 #    corrections.
 # 2. Advantages (without std) and ε are the base file's; no KL term.
 #
-# The default band drops hardly any token of the embedded models (1 in 100,000 over 30 steps, of the
-# mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
-# band drop fewer and fewer tokens while the gap widened (KPop, 2026).
+# The default band drops hardly any token of the embedded models: over 30 steps 1 in 100,000, with
+# the mixture of experts 1 in 10,000. The band from 0.8 to 1.25 drops 2 in 1,000. The authors later
+# saw a fixed band drop fewer and fewer tokens while the gap widened (KPop, 2026).
 #
-# Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight,
-# and neither min nor clip (its documentation; 0.2 to 5 there). So do GLM-5's (arXiv 2602.15763) and
-# SkyRL's `rollout_is`: `variants.centred --weight icepop --centre_top 0`, with its band. "Online IcePop" (2025) takes one
-# step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
+# Two other losses have the same name. In the first, the band is on π_θ/μ, which is also the weight,
+# and it has neither min nor clip. It is prime-rl's (its documentation; 0.2 to 5 there), GLM-5's
+# (arXiv 2602.15763) and SkyRL's `rollout_is`. Here it is
+# `variants.centred --weight icepop --centre_top 0`, with its band. The second, "Online IcePop"
+# (2025), takes one step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
 #
 # cis: the authors' code writes λ = β - 1 = 2.3 and κ = 0.005, has ε 0.2 and 0.28, and averages over
 # all tokens (cis/operator.py of kzhao5/CIS-RL; checks/ has its numbers).
 #
 # The rule is as the authors restate it in a later post and as OpenRLHF, slime and verl have it;
-# tis, mis and opsm are as in TRL's code, too, geometric as in verl's. We do not know the paper's α
-# and β; Online IcePop is second hand.
+# tis, mis and opsm are also as in TRL's code, and geometric is as in verl's. We do not know the
+# paper's α and β; we know Online IcePop at second hand.

@@ -3,6 +3,15 @@ r"""Jet-RL: one 8-bit forward pass for sampler and trainer.
 Xi et al. (NVIDIA, MIT), "Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified
 Training and Rollout Precision Flow", 2026, arXiv 2601.14243.
 
+The problem: float8 makes sampling faster, but usually a rounded copy samples while the trainer
+stays in bfloat16. Then every sample comes from another policy than the trained one, even before the
+first update. In long responses one token's error moves all tokens after it. The paper reports runs
+that collapse beyond 8,000 tokens.
+
+The idea: train with the sampler's rounded weights, so that there is only one policy. minirl.py
+corrects for two policies with a weight. Here π_old/μ is 1 except for the order of sums
+(`sampler_kl` in the first steps: 6e-4 in minirl.py, 1e-13 here).
+
 Objective, MiniRL's, where ŵ, the weights rounded to 8 bits, both sample (μ) and are trained (π):
 
     J = E_y~μ [ Σ_t M_t sg[min(π_ŵ(y_t)/μ(y_t), 5)] Â log π_ŵ(y_t) ]
@@ -13,17 +22,10 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
     M_t min(π_θ/μ, 5) Â          with π_old/μ = 1, so that π_θ/μ is r, the staleness alone
 
-Float8 makes sampling faster. Usually a rounded copy samples while the trainer stays in bfloat16.
-Then every sample comes from another policy than the trained one, even before the first update. In
-long responses one token's error moves all tokens after it; the paper reports runs that collapse
-beyond 8,000 tokens. minirl.py corrects for the two policies with a weight. Here there is only one
-policy: the trainer's passes use the sampler's rounded weights, and π_old/μ is 1 except for the
-order of sums (`sampler_kl` in the first steps: 6e-4 in minirl.py, 1e-13 here).
-
-Neighbouring e4m3 numbers are 6 to 12% apart, and an update is a small part of that. Rounded weights
-alone would never move. In the float32 masters updates add up, until a weight rounds to the next
-8-bit number. The gradient is computed at the rounded weights. Rounding itself has no useful
-gradient (it is flat, or jumps), so it counts as the identity.
+Why are the masters needed? Neighbouring e4m3 numbers are 6 to 12% apart, and an update is a small
+part of that, so rounded weights alone would never move. In the float32 masters updates add up,
+until a weight rounds to the next 8-bit number. The gradient is computed at the rounded weights.
+Rounding itself has no useful gradient (it is flat, or jumps), so it counts as the identity.
 
 Base file: minirl.py. Differs from it in:
 1. The passes use the rounded weights. The masters replace them for the optimiser's step and for
@@ -33,7 +35,7 @@ Base file: minirl.py. Differs from it in:
 Run it:
     torchrun -m variants.jet                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.jet --model tiny-moe --routing_replay r3
-    # a node of eight; a model of the paper's, sizes are ours
+    # eight GPUs (not yet run on several); one of the paper's models, the sizes are ours
     torchrun --nproc_per_node=8 -m variants.jet --model Qwen/Qwen3-8B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \
         --gradient_checkpointing --tensor_parallel 2
@@ -62,10 +64,10 @@ class Args(minirl.Args):
 
 
 class EightBits:
-    """The policy's weights: rounded to 8 bits in every pass, float32 masters for the optimiser.
+    """The policy's weights, rounded to 8 bits in every pass, and float32 masters for the optimiser.
 
     As in the sampler's float8 copy, the layers' matrices are rounded, except routers. FSDP divides
-    matrices by rows, and each row has its own scale, so each rank rounds its part.
+    matrices by rows, and each row has its own scale, so each rank can round its own part.
     """
 
     def __init__(self, policy: Policy):
@@ -85,16 +87,16 @@ class EightBits:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """A context in which the policy has its masters; afterwards they are rounded again."""
+        """Give the policy its masters inside this context, and round them again afterwards."""
         for part, master in zip(self.parts, self.masters):
             part.copy_(master)
         yield
         self.round()
 
     def step(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
-        """The optimiser's step: the gradient at the rounded weights, applied to the masters.
+        """Step the optimiser: apply the gradient, taken at the rounded weights, to the masters.
 
-        Returns the sums of |ŵ - w| and |w|: rounded weights minus masters, and masters.
+        Return the sums of |ŵ - w| and |w|: of rounded weights minus masters, and of masters.
         """
         with self.lifted():
             optimizer.step()
@@ -103,7 +105,7 @@ class EightBits:
         return apart, sum(master.abs().sum() for _, master in pairs)
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "rounding": "8-bit weights: distance from their masters (share)",
     "sampler_gap": "mean |log π_old - log μ| (nats per token)",
@@ -111,7 +113,7 @@ ACTED = {
 }
 
 
-# Lines of minirl.py's loop and what they become here
+# The diff of minirl.py's loop
 LOOP = """
      done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
 +    eight_bits = EightBits(policy)
@@ -130,14 +132,14 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in
-#    `--dtype`. Real kernels also round activations and multiply in 8 bits in the backward pass. In
-#    the paper 128 activations or 128 x 128 weights share a scale; here a row of weights does.
-#    vLLM's kernels, with `--rollout_dtype float8`, round only the sampler's activations, so a gap
-#    returns.
+# 1. Here is the arithmetic without the speed: the weights are numbers that 8 bits can hold, but
+#    they are multiplied in `--dtype`. Real kernels also round activations, and multiply in 8 bits
+#    in the backward pass. In the paper 128 activations or 128 x 128 weights share a scale; here a
+#    row of weights does. vLLM's kernels, with `--rollout_dtype float8`, round only the sampler's
+#    activations, so a gap returns.
 # 2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
 #    the ranks.
 # 3. The objective is minirl.py's; we do not know the paper's.
 #
-# Not read of the paper: all but the abstract. Which parts are rounded, in which blocks, is second
+# We read only the paper's abstract. Which parts are rounded, and in which blocks, we know at second
 # hand; we found no public code.

@@ -3,6 +3,14 @@ r"""LACONIC: a budget of tokens, and a price that adapts.
 Liu et al., "LACONIC: Length-Aware Constrained Reinforcement Learning for LLM",
 2026, arXiv 2602.14468.
 
+The problem: the model should be right as often as possible with B tokens on average: max E[R] with
+E|y| ≤ B. A fixed charge on length solves this for one price λ, which is not known in advance. A
+price that is too high costs right answers; one that is too low saves nothing.
+
+The idea: find the price during training, by dual ascent. While responses are longer than the budget
+λ rises; otherwise it falls, at most to its floor. Meanwhile the policy maximises R - λ c, where c
+is the length beyond the budget.
+
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
@@ -14,21 +22,17 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-The aim is to be right as often as possible with B tokens on average: max E[R] with E|y| ≤ B. A
-fixed charge on length solves this for one price λ, which is not known in advance. A price that is
-too high costs right answers; one that is too low saves nothing. Dual ascent finds the price. While
-responses are longer than the budget λ rises; otherwise it falls, at most to its floor. Meanwhile
-the policy maximises R - λ c.
+The cost c = max(0, |y|/B - 1) is clipped: within the budget, writing less earns nothing. The update
+of λ uses the length without this clip, because the clipped cost is never negative, so with it λ
+could only rise. If the ceiling Λ is below B / (limit - B), every right answer stays worth more than
+any wrong one.
 
-The cost c is clipped: within the budget, writing less earns nothing. The update of λ uses the
-length without this clip. With the clipped cost, whose mean is never negative, λ could only rise. If
-the ceiling Λ is below B / (limit - B), every right answer stays worth more than any wrong one.
+In a group of equal verdicts the z-score cancels λ. Its advantages are the advantages of -c for any
+λ > 0, but GRPO learns nothing from such a group. With a large η, price and policy oscillate.
 
-In a group of equal verdicts the z-score cancels λ: its advantages are those of -c for any λ > 0,
-where GRPO learns nothing. With a large η, price and policy oscillate. On the embedded task a right
-answer needs its tokens: with the defaults λ rises to Λ, and length and accuracy stay GRPO's. In the
-second command the price outweighs answers: lengths swing between 8 and 25 tokens, and greedy
-accuracy is 0.47 after 60 steps, not 0.97 (one seed).
+On the embedded task a right answer needs its tokens. With the defaults λ rises to Λ, and length and
+accuracy stay as in GRPO. In the second command the price outweighs answers: lengths swing between 8
+and 25 tokens, and greedy accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 
 Base file: grpo.py. Differs from it in:
 1. The rewards for the advantages (`reward` in the metrics stays the verifier's), and λ.
@@ -36,7 +40,7 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.laconic                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
-    # a node of eight, the authors' sizes and constants
+    # eight GPUs (not yet run on several), the authors' sizes and constants
     torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task math --price_ceiling 0.1 \
         --prompts_per_step 128 --group_size 4 --max_new_tokens 4096 --lr 1e-6 \
@@ -61,19 +65,19 @@ class Args(grpo.Args):
     price_lr: NonNegative = 0.2
     """η: learning rate of λ, which begins at 0 (our choice; authors' scripts: 0.002)."""
     price_floor: NonNegative = 1e-5
-    """Least λ (authors' scripts)."""
+    """Smallest λ (authors' scripts)."""
     price_ceiling: NonNegative = 0.3
-    """Λ: greatest λ (our choice; authors' scripts: 0.1)."""
+    """Λ: largest λ (our choice; authors' scripts: 0.1)."""
 
 
 def excess(lengths: Tensor, budget: int) -> Tensor:
-    """c of responses of these lengths: tokens beyond the budget, divided by it; at least 0."""
+    """Return c of responses of these lengths: tokens beyond the budget, over the budget; >= 0."""
     return (lengths / budget - 1).clamp(min=0)
 
 
 class Budget:
-    """The price λ of length. In each step `charge` subtracts λ c from the rewards and sets the next
-    step's λ. All ranks have the same λ."""
+    """The price λ of length. In each step `charge` subtracts λ c from the rewards and then sets the
+    λ of the next step. All ranks have the same λ."""
 
     def __init__(self, args: Args, world: World):
         if not args.price_floor <= args.price_ceiling <= 1e6:  # beyond, float32 loses R
@@ -87,19 +91,19 @@ class Budget:
         self.price = state["price"]
 
     def charge(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """R - λ c, from rewards and lengths, all `[P, G]`."""
+        """Return R - λ c from rewards and lengths, all `[P, G]`, and update λ."""
         args = self.args
         self.over = lengths > args.length_budget  # [P, G]
         self.paid = self.price * excess(lengths, args.length_budget)  # [P, G]
         total = global_sum({"tokens": lengths.sum(), "rows": lengths.numel()}, self.world)
-        # The mean of all lengths, not of c: if responses are short on average λ falls.
+        # Why the mean of all lengths, and not of c? If responses are short on average, λ must fall.
         slope = total["tokens"] / total["rows"] / args.length_budget - 1
         price = self.price + args.price_lr * slope
         self.asked, self.price = self.price, min(max(price, args.price_floor), args.price_ceiling)
         return rewards - self.paid
 
     def statistics(self) -> dict[str, tuple]:
-        """Metrics of the latest charge as (sum, count) pairs."""
+        """Return metrics of the latest charge as (sum, count) pairs."""
         return {
             "charged": (self.paid.sum(), self.paid.numel()),
             "price": (self.asked, 1),
@@ -107,7 +111,7 @@ class Budget:
         }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "charged": "reward paid for length, mean",
     "price": "λ, the price of length",
@@ -115,7 +119,7 @@ ACTED = {
 }
 
 
-# Lines of grpo.py's loop and what they become here
+# The diff of grpo.py's loop
 LOOP = """
      reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 +    budget = Budget(args, world)
@@ -139,9 +143,9 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
-#    caps the charge, at a height that its scripts' constants do not reach.
-# 2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
+# 1. The released code subtracts another 0.1 (default 0.01) from responses cut at the limit. It also
+#    caps the charge, but at a height that its scripts' constants do not reach.
+# 2. B, η and Λ are ours, because the paper's runs have hundreds of steps and thousands of tokens.
 #
 # Cost, update, their order and constants are from the authors' README and notes on the code; we
 # have not read the code. We assume that the rest of the objective is GRPO's, with std.

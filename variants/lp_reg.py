@@ -3,6 +3,14 @@ r"""Lp-Reg: low-probability regularisation, which protects rare negative-advanta
 Huang et al. (Tencent), "Low-probability Tokens Sustain Exploration in Reinforcement Learning with
 Verifiable Reward", 2025, arXiv 2510.03222.
 
+The problem: a rare token in a bad response is pushed down with it, whether it was to blame or not.
+It is seldom drawn, so right responses seldom push it up again. Over a run, rare ways to continue
+("wait", "but") disappear, and exploration with them. An entropy bonus would raise noise as well.
+
+The idea: tell rare tokens from noise by relative probability. A token with less than κ of the most
+likely token's probability is noise and is not protected. The rarest of the other tokens get a
+second term, which pulls them up once they have fallen.
+
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t { min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i) - β I k3 }
@@ -10,34 +18,32 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     k3 = π_proxy/π_θ - log(π_proxy/π_θ) - 1
     π_proxy = π_old without the tokens of p < κ max p, renormalised;    Â_i = (R_i - mean R) / std R
 
+δ is the ρ-quantile of π_θ(y_t) over the mini-batch's negative-advantage tokens.
+
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     M r Â + β I (π_proxy/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-δ is the ρ-quantile of π_θ(y_t) over the mini-batch's negative-advantage tokens. A rare token in a
-bad response is pushed down with it, whether it was to blame or not. It is seldom drawn, so right
-responses seldom push it up again. Over a run, rare ways to continue ("wait", "but") disappear, and
-exploration with them. An entropy bonus would raise noise as well. Lp-Reg separates the two by
-relative probability: a token with less than κ of the most likely token's probability is noise and
-is not protected. The rarest of the other tokens get a second term. It is 0 at π_proxy and pulls up
-below it, more strongly the further a token has fallen.
-
+The second term is 0 at π_proxy and pulls up below it, more strongly the further a token has fallen.
 With nothing filtered out, Â = -1 and β = 1, the weight is -r + 1/r - 1, which is 0 at r = 0.62. So
 such a token, left alone, falls to three fifths within a rollout and no further. On-policy the term
-is small: at r = 1 it is the filtered probability over the rest. PPO's clip would end the fall at
-0.8. The authors' clip has no lower bound (ε_low = 1), so only the regulariser acts. A clip only
-stops pushing, so other tokens can still drag a token down; the regulariser pulls it back.
+is small: at r = 1 it is the filtered probability over the rest.
+
+How does this differ from a clip? PPO's clip would end the fall at 0.8, but it only stops pushing,
+so other tokens can still drag a token down. The regulariser pulls it back. The authors' clip has no
+lower bound (ε_low = 1), so only the regulariser acts.
 
 Base file: justrl.py. Differs from it in:
 1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
 2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
+The loop is stapo.py's, which has this pass, with the diff below.
 
 Run it:
     torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.lp_reg --minibatches 1             # on-policy
-    # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
+    # eight GPUs (not yet run on several), the authors' off-policy sizes (14B on eight nodes)
     torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --group_size 8 \
         --minibatches 8 --max_new_tokens 8192 --max_prompt_tokens 2048 --lr 1e-6 --warmup 0 \
@@ -76,14 +82,14 @@ class Args(Trunk):
 
 
 def proxy_logprobs(logprobs: Tensor, tokens: Tensor, kappa: float) -> Tensor:
-    """log π_proxy of the tokens `[b]`, from log π_old `[b, V]`; -inf for filtered tokens."""
+    """Return log π_proxy of the tokens `[b]`, from log π_old `[b, V]`; -inf if one is filtered."""
     noise = logprobs.exp() < kappa * logprobs.amax(-1, keepdim=True).exp()  # [b, V]
     left = logprobs.masked_fill(noise, -torch.inf)  # [b, V]
     return left.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def rare_threshold(args: Args, logp: Tensor) -> Tensor:
-    """log δ, from log π_θ `[M]` of all negative-advantage tokens; below all tokens if M is 0."""
+    """Return log δ, from log π_θ `[M]` of all negative-advantage tokens; -inf if M is 0."""
     if len(logp) == 0:
         return logp.new_tensor(-torch.inf)
     values = logp.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
@@ -91,12 +97,12 @@ def rare_threshold(args: Args, logp: Tensor) -> Tensor:
 
 
 def negative(batch: Rollout) -> Tensor:
-    """True `[n, T]` on the tokens of negative-advantage responses."""
+    """Return True `[n, T]` on the tokens of negative-advantage responses."""
     return (batch.advantages[:, None] < 0) & batch.mask.bool()
 
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
-    """Write the column `rare` `[m, T]` of a mini-batch, whose δ is one of all ranks."""
+    """Write the column `rare` `[m, T]` of a mini-batch. All ranks share one δ."""
     bad = negative(batch)  # [m, T]
     threshold = rare_threshold(args, gather(batch.logp[bad], world))  # []: log δ
     # 1e-5: responses of a group begin alike, and rounding must not make their tokens differ.
@@ -104,18 +110,18 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
 
 
 def protected(logp: Tensor, batch: Rollout) -> Tensor:
-    """I `[n, T]`: the rare tokens that are less likely than under π_proxy."""
+    """Return I `[n, T]`: True on rare tokens that are less likely than under π_proxy."""
     return batch.rare & (logp.detach() < batch.proxy_logp - 1e-5)
 
 
 def log_proxy_ratio(logp: Tensor, batch: Rollout) -> Tensor:
-    """log(π_proxy/π_θ) `[n, T]`; 0 on tokens that are not protected."""
-    # Filled, not multiplied: log 0 of a filtered token is -inf, and -inf · 0 is NaN.
+    """Return log(π_proxy/π_θ) `[n, T]`; 0 on tokens that are not protected."""
+    # Fill, do not multiply: log 0 of a filtered token is -inf, and -inf · 0 is NaN.
     return (batch.proxy_logp - logp).masked_fill(~protected(logp, batch), 0.0)
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
@@ -128,7 +134,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     held = protected(logp, batch)  # [n, T]
     pull = args.proxy_weight * log_proxy_ratio(logp, batch).expm1()  # [n, T]
     noise = batch.rare & batch.proxy_logp.isinf()  # [n, T]
@@ -140,7 +146,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
@@ -148,7 +154,7 @@ ACTED = {
 }
 
 
-# Lines of stapo.py's loop, which has the further pass, and what they become here
+# The diff of stapo.py's loop
 LOOP = """
 -        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
 -        for minibatch in minibatches[1:]:
@@ -169,16 +175,15 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. δ is over the mini-batch of all ranks together, and at least one token is at or below it. The
-#    authors' code sorts each micro-batch. So memory decides which tokens are protected, and none is
-#    if ρ of the micro-batch's negative-advantage tokens is less than two.
-# 2. k3 is not cut. The authors' code takes verl's k3, cut at 10. This removes the gradient of a
+#    authors' code sorts each micro-batch. So memory decides which tokens are protected, and if ρ of
+#    a micro-batch's negative-advantage tokens is less than two, none is.
+# 2. k3 is not cut. The authors' code takes verl's k3, cut at 10. The cut removes the gradient of a
 #    token that has fallen to a thirteenth of π_proxy, where it is needed most.
-# 3. As in the authors' code, k3 is of the sampled token, and π_proxy > π_θ is required. The paper
-#    writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.
-# 4. ρ is 0.05 here, 0.01 at 14B and 0.005 at 32B. A mini-batch here has a few hundred
-#    negative-advantage tokens. 0.01 of them are two to five tokens, most of them noise by κ.
-# 5. The authors' README shows on-policy runs, with one optimiser step per rollout: the header's
-#    second command. There r = 1, and the term is only the filtered probability over the rest.
+# 3. As in the authors' code, k3 is computed for the sampled token, and π_proxy > π_θ is required.
+#    The paper writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.
+# 4. ρ is 0.05 here; the paper has 0.01 at 14B and 0.005 at 32B. A mini-batch here has a few hundred
+#    negative-advantage tokens, so 0.01 of them are two to five tokens, most of them noise by κ.
+# 5. The authors' README shows on-policy runs, with one optimiser step per rollout (the header's
+#    second command). There r = 1, and the term is only the filtered probability over the rest.
 #
-# Loss, proxy, constants and sizes are those of the authors' code; the paper's formula is second
-# hand.
+# Loss, proxy, constants and sizes are from the authors' code; the paper's formula is second hand.

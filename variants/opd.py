@@ -3,30 +3,36 @@ r"""OPD: on-policy distillation, a teacher scores every token of the student's o
 Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
 2023, arXiv 2306.13649.
 
+The problem: a reward is one number for a whole response, so it says little about each token. A
+teacher could say more, but a model that imitates a teacher's texts does not see its own mistakes in
+training.
+
+The idea: let the student write, and let a teacher, a frozen model that reads the same tokens, score
+each of them. A token that the teacher finds more likely than the student does is pushed up, any
+other token down.
+
 Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / μ(y_t):
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t sg[min(w, C)] sg[Â_t] log π_θ(y_t)
     Â_t = β (log π_T(y_t) - log π_θ(y_t)) + α Â_i
     Â_i = (R_i - mean R) / std R
 
+π_T is the teacher, μ the sampler, and sg[x] is x without gradient. By default α is 0:
+training uses no reward and compares no group. The verifier still runs, so the metrics show rewards.
+
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(w, C) { β log(π_T/π_θ) + α Â_i }
 
-π_T is the teacher, a frozen model that reads the same tokens, and μ is the sampler. By default α is
-0: training uses no reward and compares no group. The verifier still runs, so the metrics show
-rewards.
+What does this weight maximise? In the mean over the next token that π_θ would draw, it is the
+gradient of -KL(π_θ ‖ π_T) at this prefix; w corrects for tokens drawn by μ. It leaves out how a
+token changes the prefixes after it. The gradient of the KL of whole responses has the sum of all
+later differences, too. A teacher's advice may be worth little on a prefix that it would never have
+written. `strayed` is the share of tokens that come after a very unlikely one under the teacher.
 
-A token that the teacher finds more likely than the student does is pushed up, any other token down.
-In the mean over the next token that π_θ would draw, this is the gradient of -KL(π_θ ‖ π_T) at this
-prefix; w corrects for tokens drawn by μ. It leaves out how a token changes the prefixes after it.
-The gradient of the KL of whole responses has the sum of all later differences, too. A teacher's
-advice may be worth little on a prefix that it would never have written. `strayed` is the share of
-tokens after one that is very unlikely under the teacher.
-
-The advantage uses log π_θ of now, not π_old. So it goes to 0 by itself as the student approaches
-the teacher. There is no clip. We guess that a signal that ends at its target needs none. C bounds
-the weight of a token that was rare under the sampler.
+The advantage uses the current log π_θ, not π_old. So it goes to 0 by itself as the student
+approaches the teacher. There is no clip: we guess that a signal that ends at its target needs none.
+C bounds the weight of a token that was rare under the sampler.
 
 Base file: grpo.py. Differs from it in:
 1. The teacher's difference instead of the clipped ratio and k3. π_T is loaded and run as π_ref is
@@ -35,7 +41,7 @@ Base file: grpo.py. Differs from it in:
 
 Run it:
     torchrun -m variants.opd                                # laptop, 2 to 4 minutes, no download
-    # a node of eight; the teacher's weights are sharded like the student's
+    # eight GPUs (not yet run on several); the teacher's weights are sharded like the student's
     torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \
         --lr 1e-6 --gradient_checkpointing
@@ -80,14 +86,14 @@ FOREIGN = -4.6
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    if rewards.shape[1] == 1:  # no other response to compare with; α is 0, so Â is not used
+    """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
+    if rewards.shape[1] == 1:  # nothing to compare with; α is 0, so Â is not used
         return torch.zeros_like(rewards)  # [P, 1]
     return grpo.advantages(rewards)
 
 
 def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World) -> Policy | None:
-    """π_T, loaded like a reference model. BadInput if it cannot read the student's tokens."""
+    """Load π_T like a reference model. Raise BadInput if it cannot read the student's tokens."""
     if args.beta <= 0:
         return None
     lm, its_tokenizer = load_model(args.teacher, world, "--teacher")
@@ -104,14 +110,14 @@ def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World)
 
 
 def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """min(w, C) `[n, T]`, without gradient; 1 with `--weights none`."""
+    """Return min(w, C) `[n, T]`, without gradient; 1 with `--weights none`."""
     if args.weights == "none":
         return torch.ones_like(logp)
     return (logp.detach() - batch.rollout_logp).exp().clamp(max=args.is_cap)  # [n, T]
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = args.reward_weight * batch.advantages[:, None].expand_as(mask)  # [n, T]: α Â_i
     if args.beta > 0:
@@ -122,7 +128,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     mask = batch.mask  # [n, T]
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: w
     stats = {
@@ -137,11 +143,11 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}
 
 
-# Lines of grpo.py's loop and what they become here
+# The diff of grpo.py's loop
 LOOP = """
 -    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 +    reference = frozen_teacher(args, tokenizer, world)
@@ -158,8 +164,8 @@ if __name__ == "__main__":
 
 # Differs from the paper, and from public code, in:
 # 1. The paper uses whole distributions and their derivatives (KL in either direction, or between).
-#    Here the sampled token is an action, as in Thinking Machines' blog (2025). This needs one
-#    number of the teacher for each token.
+#    Here the sampled token is an action, as in Thinking Machines' blog (2025). This needs only one
+#    number from the teacher for each token.
 # 2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and passes
 #    the sum to PPO's clip. verl uses the student's current log-probs, can bound the difference (its
 #    scripts: 10), and clips as well; or it derives a divergence over the teacher's top tokens.
@@ -168,5 +174,4 @@ if __name__ == "__main__":
 # 3. β, α, C and the learning rate are ours. Groups are needed only if α > 0; without a reward
 #    `--group_size 1` is enough.
 #
-# The three projects' formulas are those of their code of 2026. Not read of the paper: all but the
-# abstract.
+# The three projects' formulas are from their code of 2026. We read only the paper's abstract.

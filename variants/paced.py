@@ -3,6 +3,14 @@ r"""PACED-RL: the partition function as a measure of difficulty.
 Kim et al., "Beyond Normalization: Rethinking the Partition Function as a Difficulty Scheduler for
 RLVR", 2026, arXiv 2602.12642.
 
+The problem: a curriculum should choose prompts that the model solves half the time (goldilocks.py
+says why), but how hard a prompt is has to be predicted by a model of its own.
+
+The idea: take a loss that needs this number anyway. Max E[R] - β KL(π_θ ‖ π_old) has one answer,
+π* = π_old exp(R/β) / Z: every response at its old probability times exp(R/β). Trajectory balance
+asks each single response to agree with that. For this it needs Z, the partition function of the
+prompt, and Z says how hard the prompt is.
+
 Objective, for G responses y_i to each prompt q, chosen for a partition function Z(q):
 
     J = -1/G Σ_i β/2 (log Z(q) + log π_θ(y_i) - log π_old(y_i) - R_i/β)²
@@ -13,15 +21,13 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
 
-Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: every response at its old
-probability times exp(R/β). Trajectory balance asks each single response to agree with that. All
-squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this is 1 + p
+All squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this is 1 + p
 (exp(1/β) - 1), where p is the probability of a right answer. So log Z has to be learned together
 with π_θ.
 
-For any π_θ, the log Z with the least loss obeys β log Z = p + β KL(π_old ‖ π_θ). At the start of a
-step this is p. So the number that training needs anyway predicts from a prompt's text how hard it
-is. The curriculum takes prompts that the model solves half the time (goldilocks.py says why).
+Why does Z predict the difficulty? For any π_θ, the log Z with the least loss obeys β log Z = p +
+β KL(π_old ‖ π_θ). At the start of a step this is p. So V, which is predicted from a prompt's text,
+says how hard the prompt is.
 
 At π_θ = π_old the gradient is the plain policy gradient with the baseline V. It needs no group: a
 group that is all right still shows that V was too low. As π_θ leaves π_old the second term pulls it
@@ -36,7 +42,7 @@ Base file: goldilocks.py. Differs from it in:
 Run it:
     torchrun -m variants.paced                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
-    # a node of eight, the paper's lengths
+    # eight GPUs (not yet run on several), the paper's lengths
     torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \
         --teacher_lr 1e-5 --prompts_per_step 128 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \
         --weight_decay 0.1 --micro_tokens 8192
@@ -71,7 +77,7 @@ class Args(Trunk):
     explore: Share = 0.1
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 256
-    """Latest prompts the teacher learns from; few, as V has to follow the student (our choice)."""
+    """Latest prompts the teacher learns from; few, so that V follows the student (our choice)."""
     teacher_batch: Count = 64
     """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2
@@ -81,23 +87,23 @@ class Args(Trunk):
 
 
 def advantages(rewards: Tensor, expected: Tensor) -> Tensor:
-    """R - V: `[P, G]`, `[P]` -> `[P, G]`. The baseline V is predicted from the prompt's text."""
+    """Return R - V `[P, G]`. The baseline V, `expected [P]`, is predicted from the prompts."""
     return rewards - expected[:, None]  # [P, G]
 
 
 class Teacher(goldilocks.Teacher):
-    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, as
-    predicted from the text of the prompt. At first all V are 1/2."""
+    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v), the student's chance to be right, predicted
+    from the prompt's text. At first every V is 1/2."""
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
-        """`sequences [n, S]` right-padded, `lengths [n]` -> V `[n]` in (0, 1): 1 < Z < exp(1/β)."""
+        """Return V `[n]`, in (0, 1), so 1 < Z < exp(1/β). `sequences [n, S]` are right-padded."""
         return 2 * super().forward(sequences, lengths)  # goldilocks' f is half of it
 
 
 class Curriculum(goldilocks.Curriculum):
-    """goldilocks.py's, with another target of the teacher and another choice: `choose` takes the
-    candidates with V nearest to τ, `learn` fits V to the mean rewards. In between `expected [B]`
-    holds V of the chosen prompts, those of all ranks."""
+    """The curriculum of goldilocks.py with another target and another choice: `choose` takes the
+    candidates with V nearest to τ, and `learn` fits V to the mean rewards. In between,
+    `expected [B]` holds V of the chosen prompts of all ranks."""
 
     def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
         if not world.size <= args.teacher_batch <= args.window:
@@ -108,10 +114,10 @@ class Curriculum(goldilocks.Curriculum):
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
         self.window: list[tuple] = []  # the latest choices: (prompt ids, mean reward)
-        self.rng = Random()  # seeded anew in every step, so it need not be saved
+        self.rng = Random()  # seeded anew in each step, so it need not be saved
 
     def choose(self, step: int) -> list[Choice]:
-        """As goldilocks.py's, with the candidate of V(q) nearest to τ."""
+        """Choose as goldilocks.py does, but take the candidate with V(q) nearest to τ."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
@@ -128,14 +134,14 @@ class Curriculum(goldilocks.Curriculum):
         return chosen
 
     def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
-        """As goldilocks.py's, with the groups' mean rewards."""
+        """Learn as goldilocks.py does, but from the groups' mean rewards."""
         # Only the mean is stored: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
         observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
         ids = [choice.problem.prompt_ids for choice in chosen]
         self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
         known = len(self.window) >= self.args.teacher_batch
         for _ in range(self.args.teacher_updates if known else 0):
-            # Squared error on random rows of the window, divided over the ranks
+            # Squared error on random rows of the window, which the ranks divide among them.
             rows = self.rng.sample(self.window, self.args.teacher_batch)
             share = rows[self.world.rank :: self.world.size]
             targets = torch.tensor([observed for _, observed in share], device=self.world.device)
@@ -156,13 +162,12 @@ class Curriculum(goldilocks.Curriculum):
 
 
 def log_ratio(logp: Tensor, batch: Rollout) -> Tensor:
-    """log (π_θ(y) / π_old(y)) `[n, 1]`: one for the whole response, because trajectory balance is
-    about whole responses."""
+    """Return log (π_θ(y) / π_old(y)) `[n, 1]`. Trajectory balance is about whole responses."""
     return ((logp - batch.old_logp) * batch.mask).sum(dim=1, keepdim=True)  # [n, 1]
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
@@ -171,16 +176,16 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
     return {"anchor_kl": (-args.anchor * log_ratio(logp, batch).sum(), len(logp))}
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
 
 
-# Lines of goldilocks.py's loop and what they become here
+# The diff of goldilocks.py's loop
 LOOP = """
 -    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 
@@ -206,15 +211,16 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The paper's log Z is a small network on fixed embeddings, trained by the loss along with the
+# 1. The paper's log Z is a small network on fixed embeddings. The loss trains it along with the
 #    policy, at almost no cost. Here it is goldilocks' teacher, a language model with two updates
 #    per step, from a window, at π_θ = π_old.
 # 2. No replay. In the paper batches also hold earlier right answers to the prompts whose V was most
 #    wrong, from a buffer of 128 (64 new ones a step).
-# 3. J is trajectory balance times β/2, so that the first term of the weight is the policy
-#    gradient's.
-# 4. K, the share of random choices and the teacher's rates are those of goldilocks.py (ours).
+# 3. J is trajectory balance times β/2, so that the first term of the weight is the same as in the
+#    policy gradient.
+# 4. K, the share of random choices and the teacher's rates are as in goldilocks.py (ours).
 #
-# Not read of the paper: balance against π_old, the proposition on V, τ and β are as two readers
-# report them. We derived the identities and tested them with all responses enumerated
-# (checks/paced.py). We do not know how the paper draws candidates and how replay enters the loss.
+# We have not read these parts of the paper: balance against π_old, the proposition on V, τ and β
+# are as two readers report them. We derived the identities and tested them with all responses
+# enumerated (checks/paced.py). We do not know how the paper draws candidates and how replay enters
+# the loss.

@@ -3,6 +3,12 @@ r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
 
+The problem: a policy gradient has to compare what came with what could be expected, if possible
+after each token. GRPO's group says only what to expect of a whole response.
+
+The idea: train a second model, the critic, to predict the reward that is still to come after each
+token. A token's advantage is how much better things look after it than before it.
+
 Objective, over all response tokens y_t, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_t, clip(r, 1-ε, 1+ε) Â_t)
@@ -16,25 +22,27 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â_t
     M = 0 if (Â_t > 0 and r > 1+ε) or (Â_t < 0 and r < 1-ε), else 1
 
-s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another language model whose
-output is one number: the reward that is still to come from s_t on. δ_t says how much better things
-look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
-With λ = 0 there is only δ_t, which has little noise but all mistakes of V.
+s_t is the prompt with the tokens before y_t. V(s_t) is the critic: another language model, whose
+output is one number. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline. With
+λ = 0 only δ_t is left, which has little noise but all mistakes of V.
 
-GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, its
-flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
-of a response, a mean over responses, and the KL term in the loss instead of the reward.
+What did GRPO change? It removed the critic, a second model to train, save and keep in memory, and
+with it GAE (the sum of δ_t above), its flags, a warm-up and a loss. It added the group's mean as
+the baseline, one advantage for all tokens of a response, a mean over responses, and the KL term in
+the loss instead of the reward.
 
 VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ = 0.95 loses the
 reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
 
-Two papers of 2026 say why critics learn little. SP3O (arXiv 2609.18708): all tokens of a response
-have the same target, and mean_t (V - R)² = (mean_t V - R)² + var_t V, so the loss itself makes V
-flat over a response. It has a loss at three tokens only (`--sparse_value`). BPCO (arXiv 2608.23566)
-bounds V to where rewards are, 1/2 + atan(z)/π (`--bounded_value`), has the reward as the target of
-every token (`--lam_critic 1`), VAPO's λ with α = 0.4, and does not whiten. In half of its runs the
-critic also reads the reference answer (`--privileged`), which the policy never sees.
+Two papers of 2026 say why critics learn little:
+- SP3O (arXiv 2609.18708): all tokens of a response have the same target, and mean_t (V - R)² =
+  (mean_t V - R)² + var_t V, so the loss itself makes V flat over a response. SP3O has a loss at
+  three tokens only (`--sparse_value`).
+- BPCO (arXiv 2608.23566) bounds V to where rewards are, 1/2 + atan(z)/π (`--bounded_value`). It has
+  the reward as the target of every token (`--lam_critic 1`) and VAPO's λ with α = 0.4, and does not
+  whiten. In some of its runs the critic also reads the reference answer (`--privileged`), which the
+  policy never sees.
 
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
@@ -52,7 +60,7 @@ Run it:
     # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
     torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
         --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128 --privileged
-    # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
+    # eight GPUs (not yet run on several), VAPO's λs and ε; batch, rates and warm-up are ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
         --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \
@@ -85,7 +93,7 @@ class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
     beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
     gamma: PositiveShare = 1.0
@@ -95,8 +103,8 @@ class Args(Trunk):
     lam_critic: Share = 0.95
     """λ of the critic's targets (paper: the policy's; VAPO's paper: 1)."""
     lam_length: NonNegative = 0.0
-    """α: the policy's λ of a response is 1 - 1/(α|y|) instead of `lam` (VAPO's paper: 0.05; 0:
-    off)."""
+    """α: the policy's λ of a response is 1 - 1/(α|y|) instead of `lam`; 0: off (VAPO's paper:
+    0.05)."""
     value_clip: Positive = 0.2
     """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code;
     verl: 0.5)."""
@@ -122,10 +130,10 @@ class Args(Trunk):
 def advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE (arXiv 1506.02438): advantages Â, and the critic's targets Â + V: two `[N, T]`.
+    """Return GAE's advantages Â (arXiv 1506.02438) and the critic's targets Â + V: two `[N, T]`.
 
-    `rewards`, `values` and `mask` are `[N, T]`, `lam` may be one for each row `[N]`. Where the mask
-    is 0 there is no step: after a response, or between its tokens, in text of another author.
+    `rewards`, `values` and `mask` are `[N, T]`; `lam` is one number, or `[N]`, one for each row.
+    Places with mask 0 are no steps: after a response, or in text that the policy did not write.
     """
     A = torch.zeros_like(values)  # [N, T]
     ahead = values.new_zeros(len(values))  # [N]: Â of the next token
@@ -140,7 +148,7 @@ def advantages(
 
 
 def token_rewards(batch: Rollout, beta: float) -> Tensor:
-    """ρ_t `[n, T]`: R at the last token, minus each token's price for its distance from π_ref."""
+    """Return ρ_t `[n, T]`: R at the last token, minus β log(π_old/π_ref) at every token."""
     ends = batch.mask * (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))  # [n, T]
     rewards = ends * batch.rewards[:, None]  # [n, T]
     if beta > 0:  # in the reward, the plain log-ratio gives the gradient of the KL
@@ -149,7 +157,7 @@ def token_rewards(batch: Rollout, beta: float) -> Tensor:
 
 
 def moments(columns: list[Tensor], masks: list[Tensor], world: World) -> tuple[float, float]:
-    """Mean and (sample) variance of the tokens `[n, T]` of all parts and ranks."""
+    """Return mean and sample variance over the tokens `[n, T]` of all parts and ranks."""
     sums = {"n": 0.0, "x": 0.0, "xx": 0.0}
     for column, mask in zip(columns, masks):
         x = (column * mask).double()  # [n, T]
@@ -163,20 +171,20 @@ def moments(columns: list[Tensor], masks: list[Tensor], world: World) -> tuple[f
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and how many of them the
-    clip has left without a gradient."""
+    """Return 1/2 max{(V - V̂)², (clip(V) - V̂)²}, summed over the tokens `[n, T]`, and how many
+    tokens the clip leaves without a gradient."""
     near = old_values + (values - old_values).clamp(-clip, clip)  # [n, T]
     free = (values - returns).square()  # [n, T]
     held = (near - returns).square()  # [n, T]
-    # The larger of two errors. A V that moved by more than ε_V towards V̂ has no gradient; a V that
-    # moved away from V̂ still has one.
+    # The larger of two errors: a V that has moved towards V̂ by more than ε_V has no gradient, but
+    # a V that has moved away from V̂ still has one.
     loss = 0.5 * (torch.maximum(free, held) * mask).sum()
     return loss, ((held > free) * mask).sum()
 
 
 def anchors(mask: Tensor) -> Tensor:
-    """1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response, but not on its last one, if it
-    has two or more."""
+    """Return 1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response. The last token of a
+    response is never chosen, unless it is the only one."""
     place = mask.cumsum(dim=1) - 1  # [n, T]: a token's number, from 0
     last = mask.sum(dim=1, keepdim=True) - 1  # [n, 1]
     chosen = torch.zeros_like(mask)  # [n, T]
@@ -187,8 +195,8 @@ def anchors(mask: Tensor) -> Tensor:
 
 
 def show_answers(rollout: Rollout, problems: list, G: int, tokenizer: Tokenizer) -> None:
-    """Write two columns for a critic that knows the answer: `told [N, S']`, its sequences, with the
-    reference answer and an EOS before each prompt; and `told_len [N]`, the tokens added."""
+    """Write two columns for a critic that knows the answer: its sequences `told [N, S']`, with the
+    reference answer and EOS before each prompt, and the number of added tokens `told_len [N]`."""
     rows, added = [], []
     starts = [problem for problem in problems for _ in range(G)]
     for problem, sequence, end in zip(starts, rollout.sequences, rollout.ends.tolist()):
@@ -203,7 +211,7 @@ def show_answers(rollout: Rollout, problems: list, G: int, tokenizer: Tokenizer)
 class Value(Policy):
     """A language model whose output is one number: V(s_t) instead of log π(y_t).
 
-    So `all_logprobs` and `response_logprobs` work on it as on a policy, in micro-batches.
+    It has a policy's interface, so `all_logprobs` and `response_logprobs` work on it, too.
     """
 
     def __init__(self, lm: nn.Module, bounded: bool = False):
@@ -214,8 +222,8 @@ class Value(Policy):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
-        """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn.
-        A policy's further arguments are not used."""
+        """Return V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are
+        drawn. The further arguments of a policy are ignored."""
         output = self.lm(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
@@ -235,7 +243,7 @@ class Critic:
         self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
 
     def reads(self, batch: Rollout) -> Rollout:
-        """The batch with the sequences that the critic reads."""
+        """Return the batch with the sequences that the critic reads."""
         if not self.args.privileged:
             return batch
         told = {"sequences": batch.told, "prompt_len": batch.prompt_len + batch.told_len}
@@ -244,7 +252,7 @@ class Critic:
     @timed("critic")
     def judge(self, batches: list[Rollout]) -> dict[str, tuple]:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
-        `advantages` `[n]`, which metrics use to separate good and bad responses. Returns metrics as
+        `advantages [n]`, by which metrics separate good from bad responses. Return metrics as
         pairs (sum, count)."""
         args, world = self.args, self.world
         masks = [batch.mask for batch in batches]
@@ -280,8 +288,8 @@ class Critic:
         }
 
     def learn(self, batch: Rollout, alone: bool) -> dict[str, tuple]:
-        """One optimiser step of V towards its targets, on a mini-batch; `alone`: in the warm-up.
-        Returns metrics."""
+        """Take one optimiser step of V towards its targets, on one mini-batch, and return metrics.
+        `alone` says that this is the warm-up."""
         args = self.args
         tokens, squares, clipped = 0.0, 0.0, 0.0
         seen = self.reads(batch)
@@ -311,24 +319,24 @@ class Critic:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Sum and count, as `grpo.policy_loss` returns them."""
+    """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.token_advantages  # [n, T]: one advantage for each token
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
+    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
+    # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     A = batch.token_advantages  # [n, T]
     return clip_shares(logp, batch, args.clip_low, args.clip_high, A=A)
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
@@ -336,7 +344,7 @@ ACTED = {
 }
 
 
-# Lines of grpo.py's loop and what they become here
+# The diff of grpo.py's loop
 LOOP = """
      reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 +    critic = Critic(args, lm, world)
@@ -397,23 +405,24 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. The paper is about games and robots. Its authors' code also clips the value, and whitens each
-#    mini-batch; here, as in verl, all tokens of the rollout are whitened at once. InstructGPT
-#    (arXiv 2203.02155) made tokens as actions, KL in the reward and R at the last token known. They
-#    are from Ziegler et al. (2019, arXiv 1909.08593) and Stiennon et al. (2020, arXiv 2009.01325).
-# 2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
-# 3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
+#    mini-batch; here, as in verl, all tokens of the rollout are whitened at once. Tokens as
+#    actions, KL in the reward and R at the last token became known through InstructGPT (arXiv
+#    2203.02155). They are from Ziegler et al. (2019, arXiv 1909.08593) and Stiennon et al. (2020,
+#    arXiv 2009.01325).
+# 2. One pass over a rollout (the paper takes several), no entropy bonus, no shared backbone.
+# 3. γ is 1 (paper: 0.99), so that a reward is worth the same after more words.
 # 4. A response that the length limit cuts ends there like any other, with V = 0 after it.
-# 5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
-#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0
-#    (BPCO's code leaves it below, which concerns responses of two tokens).
-#
+# 5. VAPO also has ε 0.28 above (`--clip_high`), and a likelihood term on right responses, which is
+#    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0; here it is then 0.
+#    (BPCO's code leaves it below 0, which concerns responses of two tokens.)
 # 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
-#    the policy's, its warm-up 20 steps; its script (examples/sp3o/train.sh) has λ 1, no KL, 64
-#    prompts of 8 responses, two updates and TIS. BPCO's rates are 1e-6 and 5e-6; it sums over
-#    tokens. Its critic reads the answer in a template of its own, in some runs a solution instead.
+#    the policy's, and its warm-up has 20 steps. Its script (examples/sp3o/train.sh) has λ 1, no KL,
+#    64 prompts of 8 responses, two updates and TIS. BPCO's rates are 1e-6 and 5e-6, and it sums
+#    over tokens. Its critic reads the answer in a template of its own, in some runs a solution
+#    instead.
 #
-# SP3O's places are those of its sp3o.py (Dodojordi/SP3O 8b8b26e), λ and targets of BPCO those of its
-# core_algos.py (QPHutu/golden_critic), V of its equation 9 as while-ai's tests state it.
+# SP3O's places are from its sp3o.py (Dodojordi/SP3O 8b8b26e). BPCO's λ and targets are from its
+# core_algos.py (QPHutu/golden_critic), and V is its equation 9 as while-ai's tests state it.
 #
 # PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in its listing
 # and in summaries; we do not know its rates and steps of pre-training.

@@ -3,6 +3,11 @@ r"""The recipe: five layers that work together, each with a flag.
 Parts of six papers (their files say which), on the base of He et al., "JustRL: Scaling a 1.5B LLM
 with a Simple RL Recipe", 2025, arXiv 2512.16649.
 
+The problem: the methods of this repository change different places of a step. Their papers test
+each one alone, so we do not know what they do together.
+
+The idea: build one loop in which each of them is a layer that a flag switches off.
+
 Objective, token-means over main responses and over branches, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/T_main Σ_main sg[min(w, 8)] I l + λ 1/T_branch Σ_branch sg[min(w, 8)] I l
@@ -15,9 +20,9 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     min(w, 8) I M r Â    or    min(w, 8) F r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
-the mean. T_main and T_branch count the tokens with I = 1. Each layer acts at another place in a
-step, so layers can be combined:
+π_old are the weights when the batch is due, μ the weights that sampled it. b is vcpo.py's baseline,
+or the mean. T_main and T_branch count the tokens with I = 1. sg[x] is x without gradient. These
+are the layers:
 
     layer                        where              its file        off
     1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
@@ -26,21 +31,24 @@ step, so layers can be combined:
     4 branches                   after the rewards  deep_grpo.py    --branches 0
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
-Without layers this is grpo.py without KL term; with 1, justrl.py; with 1 and 2, stapo.py or
-maspo.py; with 3, goldilocks.py without KL term. The file's end says how layers 4 and 5 differ.
+Without layers this is grpo.py without KL term; with layer 1, justrl.py; with 1 and 2, stapo.py or
+maspo.py; with 3, goldilocks.py without KL term. The end of the file says how layers 4 and 5 differ
+from their files.
 
-The teacher of layer 3 and the pivots of layer 4 learn from rewards when these are sampled. With
-layer 5, the policy learns from them when they are due. STAPO's quantile is over main rows and
-branches. The w of a branch is that of its tokens, without its prefix. Only groups of main rows
-use b; a branch is compared with the plain mean of its siblings.
+How do the layers meet? The teacher of layer 3 and the pivots of layer 4 learn from rewards when
+these are sampled. With layer 5, the policy learns from them later, when they are due. STAPO's
+quantile is over main rows and branches. The w of a branch is computed from its own tokens, without
+its prefix. Only groups of main rows use b; a branch is compared with the plain mean of its
+siblings.
 
 Differs from grpo.py in:
 1. The five layers; no KL term, no reference model.
+The whole loop is in this file.
 
 Run it:
     torchrun -m variants.recipe                             # laptop, some minutes, no download
     torchrun -m variants.recipe --tokens none --no_curriculum --branches 0 --lag 0     # justrl.py
-    # a node of eight; sizes are ours
+    # eight GPUs (not yet run on several); sizes are ours
     torchrun --nproc_per_node=8 -m variants.recipe --model Qwen/Qwen2.5-Math-1.5B --task math \
         --boundary . --prompts_per_step 64 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \
         --teacher_lr 1e-5 --micro_tokens 8192
@@ -86,7 +94,7 @@ class Args(justrl.Args):  # <own>
     tau_p: Share = 0.002  # <own>
     """stapo: a token below this probability may be spurious (paper)."""
     entropy_rule: Literal["all", "candidates"] = "all"  # <own>
-    """stapo: tokens over whose entropies τ_h is a quantile (see stapo.py)."""
+    """stapo: whose entropies τ_h is a quantile of (see stapo.py)."""
     entropy_quantile: Share = 0.8  # <own>
     """stapo, all: the quantile (paper, versions 1 to 3)."""
     candidate_quantile: Share = 0.75  # <own>
@@ -124,10 +132,10 @@ class Args(justrl.Args):  # <own>
     depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
     lag: Whole = 2  # <own>
-    """Layer 5, k: batches that are trained between sampling a batch and training on it; 0: none
-    (our choice: with four mini-batches this is eight updates, as in vcpo.py)."""
+    """Layer 5, k: batches trained between sampling a batch and training on it; 0: none (our choice;
+    with four mini-batches this is eight updates, as in vcpo.py)."""
     is_cap: Positive = 8.0  # <own>
-    """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
+    """Largest weight of a response in the loss (paper); ESS uses the uncut weights."""
     ess_scaling: bool = True  # <own>
     """With a lag: lower the learning rate by the square root of the effective sample size."""
     rho_on: Positive = 1.0  # <own>
@@ -146,7 +154,7 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
 
 
 def divided_by_std(args: Args, grown: Rollout) -> Tensor:
-    """The advantages of branches `[n]` as z-scores among siblings; deep_grpo.py only centres them.
+    """Return the advantages of branches `[n]` as z-scores; deep_grpo.py only centres them.
 
     Siblings share their origin. Siblings that are not in `grown` have the advantage 0.
     """
@@ -158,18 +166,18 @@ def divided_by_std(args: Args, grown: Rollout) -> Tensor:
 
 
 def balanced(part: Rollout, world: World, G: int) -> Rollout:
-    """`balance_tokens`, for main rows in whole groups, which b needs, and for branches row by
-    row."""
+    """Call `balance_tokens` on main rows in whole groups, which b needs, and on branches row by
+    row. Return both together."""
     main = part.branch == 0  # [n]
     rows = balance_tokens(part.rows(main), world, G)
     return Rollout.join(rows, balance_tokens(part.rows(~main), world))
 
 
 def prepare(args: Args, policy: Policy, batch: Rollout, world: World) -> dict[str, tuple]:
-    """Computes what needs a whole mini-batch before its first gradient; all ranks call it together.
+    """Compute what needs a whole mini-batch before its first gradient. All ranks must call it.
 
-    Subtracts b from the advantages, stores I in the column `kept`, and sets `branch` to the divisor
-    of main rows over that of branches. Returns metrics as pairs (sum, count).
+    Subtract b from the advantages, store I in the column `kept`, and set `branch` to the main rows'
+    divisor over the branches'. Return metrics as pairs (sum, count).
     """
     main, stats = batch.branch == 0, {}  # [n]
     if args.lag:
@@ -190,18 +198,17 @@ def prepare(args: Args, policy: Policy, batch: Rollout, world: World) -> dict[st
 
 
 def counted(args: Args, kept: Tensor) -> Tensor:
-    """What a row adds to its stream's denominator `[n]`: its kept tokens, or 1."""
+    """Return what each row adds to its stream's denominator `[n]`: its kept tokens, or 1."""
     return kept.sum(dim=1) if args.token_mean else torch.ones_like(kept[:, 0])
 
 
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
+    """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
+    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
+    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
+    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -219,15 +226,15 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     if not args.token_mean:
         objective = objective / kept.sum(dim=1, keepdim=True).clamp(min=1)  # [n, T]: 1/|y_i|
     main = branch == 0  # [n]
-    # The caller divides by the size of the main rows. The factor `branch` makes the mean of the
-    # branches one over their size. λ weighs them.
+    # The caller divides by the size of the main rows. With the factor `branch`, the branches are
+    # averaged over their own size; λ weighs them.
     stream = torch.where(main, 1.0, args.branch_weight * branch)  # [n]
     return -(objective * kept * stream[:, None]).sum(), counted(args, kept)[main].sum()
     # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
     if args.tokens == "maspo":
@@ -247,13 +254,13 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "layers_acted": "how many layers acted in the step",
     "branches_used": "branches in the batch",
     "ess_ratio": "effective sample size (share of the batch)",
 }
-# One metric for each layer, which is above 0 if the layer acted
+# One metric for each layer. It is above 0 if the layer acted.
 LAYERS = "clip_share gate_closed silenced_share chosen_over_mean branches_used lr_damping".split()
 # </own>
 
@@ -299,7 +306,7 @@ def main(args: Args, world: World) -> None:
     for step in run.steps():
         means = Means()
 
-        # 1. Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
+        # 1. Rollout: this rank's P prompts, in their order or by the teacher, G responses each.
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         # <own>
@@ -334,15 +341,15 @@ def main(args: Args, world: World) -> None:
         minibatches = [balanced(part, world, G) for part in shares]
         # </own>
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # log-probs come from other kernels, so a ratio against them would mix two things: how far
+        # the policy has moved, and how much sampler and trainer differ (minirl.py separates them).
         for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         means.add(**run.check_sampler(minibatches))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
-        # fills there is none: the step trains on nothing and logs what it sampled.
+        # fills, no batch is due: the step trains on nothing and logs what it sampled.
         # <own>
         trained = max(0, step - 1 - args.lag)  # batches, before this step
         minibatches = stale.exchange(minibatches)
@@ -373,7 +380,7 @@ def main(args: Args, world: World) -> None:
                 # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
@@ -383,7 +390,7 @@ def main(args: Args, world: World) -> None:
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
-                # A count of 0: nothing is logged
+                # With a count of 0 nothing is logged.
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
@@ -400,7 +407,7 @@ def main(args: Args, world: World) -> None:
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
@@ -412,10 +419,10 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the papers in:
-# 1. All advantages are grpo.py's z-score. (Papers: branches are mean-centred; vcpo.py has the
-#    population's std, a constant factor.)
+# 1. All advantages are z-scores, as in grpo.py. In their papers branches are only centred, and VCPO
+#    has the population's std, which is a constant factor.
 # 2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is computed
 #    anew when a stale batch is due. So w measures how far the policy had moved by then, r how far
 #    this batch moves it, and the clip bounds r alone. With one step the gradient is the same.
 #
-# The combination is ours and in no paper; each part as in its file.
+# The combination is ours and in no paper; each part is as in its file.

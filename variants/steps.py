@@ -1,14 +1,14 @@
 """A task file (docs/yours.md): the embedded arithmetic, with part marks for every right step.
 
-In training the answer is the whole worked solution, and the reward is the share of its steps, the
-final number among them, that the response has right. Held-out responses are right or wrong.
+In training the answer is the whole worked solution, and the reward is the share of its steps that
+the response has right. The final number counts as a step. Held-out responses are right or wrong.
 """
 
 from common.tiny.arithmetic import arithmetic_reward, held_out_prompts, training_prompt, work
 
 
 def train(i):
-    seed, index = divmod(i, 1_000_003)  # as `--task arithmetic`: the same problems for a seed
+    seed, index = divmod(i, 1_000_003)  # the problems of `--task arithmetic` with this seed
     prompt = training_prompt(seed + 1, index)
     steps, answer = work(prompt)
     return prompt, ";".join(steps) + "#" + answer

@@ -3,6 +3,12 @@ r"""GRPO over several turns: the policy calls a tool, reads the reply and goes o
 Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement
 Learning", 2025, arXiv 2503.09516.
 
+The problem: a response with calls of a tool contains text that the policy did not write.
+
+The idea: treat the tool's tokens as context, like a prompt in the middle of the response. The
+policy did not choose them, so they have no gradient, and |y_i| does not count them. The mask alone
+does this; the loss is grpo.py's. The sampled tokens of all turns share one advantage.
+
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t,
 I = 1 on tokens that the policy sampled, 0 on tokens that the tool wrote, and |y_i| = Σ_t I:
 
@@ -18,13 +24,9 @@ A response consists of turns. In a turn the policy samples up to EOS, or up to a
 the next turn after them. In the embedded task the tool is a calculator: the policy writes `7*8=`,
 the calculator `56`, the policy `;56-9=`, the calculator `47`, the policy `#47` and EOS.
 
-The tool's tokens are context, like a prompt in the middle of the response. The policy did not
-choose them, so they have no gradient, and |y_i| does not count them. The mask alone does this: the
-loss is grpo.py's. The sampled tokens of all turns share one advantage.
-
-A call *fails* if the tool raises, takes too long or returns no text. This is no fault of the
-policy. If it costs the reward, the policy unlearns to call (docs/results.md). So by default the policy
-reads an error text and goes on.
+A call *fails* if the tool raises, takes too long or returns no text. This is not the policy's
+fault. If it costs the reward, the policy unlearns to call (docs/results.md). So by default the
+policy reads an error text and goes on.
 
 Differs from grpo.py in:
 1. `Turns`, an engine with a tool. The mask of its rows has holes where the tool wrote.
@@ -61,17 +63,17 @@ from variants import loop_of
 @dataclass
 class Args(grpo.Args):
     turn_end: str = "="
-    """A token that ends in this text ends a turn, as EOS does; "": EOS alone (chat models)."""
+    """A token that ends in this text ends a turn, as EOS does; "": only EOS does (chat models)."""
     max_turns: Count = 16
     """Largest number of turns in a response (our choice)."""
     failed_call: Literal["reply", "end", "drop"] = "reply"
-    """After a failed call the policy reads the task's error text; or the response ends there; or it
-    ends and is left out of its group's mean and std (our choice)."""
+    """After a failed call: reply, the policy reads the task's error text; end, the response ends;
+    drop, it ends and is left out of its group's mean and std (our choice)."""
 
 
 def advantages_without(rewards: Tensor, failed: Tensor) -> Tensor:
-    """Advantages of a group's responses among those without a failed call: `rewards`, `failed`
-    `[P, G]` -> `[P, G]`, 0 where a call failed."""
+    """Return advantages `[P, G]` that compare only responses without a failed call. They are 0 if a
+    call failed. `rewards` and `failed` are `[P, G]`."""
     A = torch.zeros_like(rewards)  # [P, G]
     for group, kept in enumerate(~failed):
         if kept.sum() > 1:  # one response has nothing to be compared with
@@ -80,8 +82,8 @@ def advantages_without(rewards: Tensor, failed: Tensor) -> Tensor:
 
 
 def calculator(response: str) -> str | None:
-    """The embedded task's tool: what it writes after a `=` that ends the response, `56` after
-    `7*8=`. "" after anything else that ends in `=`; None, the response is over, without a `=`."""
+    """Return what the embedded task's tool writes after a response: `56` after `7*8=`, "" after
+    anything else that ends in `=`, and None (the response is over) if it does not end in `=`."""
     if not response.endswith("="):
         return None
     call = re.search(r"(?:^|;)(\d+)([-+*])(\d+)=$", response)
@@ -89,13 +91,13 @@ def calculator(response: str) -> str | None:
 
 
 def calculators(responses: list[str], answers: list) -> list[tuple[str | None, str]]:
-    """Its replies, none of which fails."""
+    """Return the calculator's replies to all responses. None of them fails."""
     return [(calculator(response), "") for response in responses]
 
 
 @dataclass
 class Response:
-    """A response while it grows: its tokens, and log μ and the mask of each."""
+    """A response while it grows: its tokens, with log μ and mask of each."""
 
     prompt: list[int]
     answer: object
@@ -115,8 +117,8 @@ class Response:
 class Turns:
     """An engine whose responses have several turns, with a tool's replies between them.
 
-    The engine inside samples a turn; what was written before is the prefix. Token ids are joined,
-    never texts: encoded again, a text may give other ids than those that were sampled.
+    The engine inside samples one turn, with all that was written before as the prefix. Token ids
+    are joined, never texts, because a text that is encoded again may give other ids.
     """
 
     def __init__(self, args: Args, lm: object, task: Task, world: World):
@@ -135,9 +137,9 @@ class Turns:
         self.device = world.device
         self.eos = eos
         self.turn_ends = {*eos, *ends}
-        # By the list itself: two held-out problems may have equal prompts.
+        # Why id()? Two held-out problems may have equal prompts.
         self.answers = {id(problem.prompt_ids): problem.answer for problem in task.held_out}
-        # An engine reads where to stop when it is made. A saved model must not stop there.
+        # An engine reads where to stop when it is made. A saved model must stop at EOS alone.
         lm.generation_config.eos_token_id = sorted(self.turn_ends)
         self.engine = make_engine(args, lm, world)
         lm.generation_config.eos_token_id = eos
@@ -155,10 +157,10 @@ class Turns:
         top_p: float = 1.0,
         answers: list | None = None,
     ) -> Rollout:
-        """As the engine's. `limit` counts the tool's tokens, too. The tool receives the
+        """Generate as an engine does. `limit` counts the tool's tokens, too. The tool receives the
         `answers` of the prompts (default: of held-out problems).
 
-        Further columns: `calls [N]`, and `failed [N]`, whether one of them failed.
+        Two further columns are `calls [N]`, and `failed [N]`, True if one of the calls failed.
         """
         answers = answers or [self.answers[id(prompt)] for prompt in prompts]
         rows = []
@@ -190,8 +192,8 @@ class Turns:
 
     @timed("tool")
     def replied(self, rows: list[Response], limit: int) -> list[Response]:
-        """Ask the tool where a turn is over, and append its replies: the rows that go on. A row's
-        last token is always a sampled one: where none fits after the reply, the row is cut."""
+        """Ask the tool about rows whose turn is over, append its replies, and return the rows that
+        go on. A row must end in a sampled token, so a row is cut if none fits after the reply."""
         rows = [row for row in rows if row.tokens[-1] in self.turn_ends]
         texts = [row.tokens for row in rows]
         texts = self.task.tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -214,11 +216,11 @@ class Turns:
         return going
 
 
-# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"calls": "calls of the tool per response", "clip_share": "tokens clipped (share)"}
 
 
-# Lines of grpo.py's loop and what they become here
+# The diff of grpo.py's loop
 LOOP = """
 -    engine = make_engine(args, lm, world)
 +    engine = Turns(args, lm, task, world)
@@ -244,7 +246,7 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. The paper's tool is a search engine. `--failed_call` is ours.
-# 2. In each turn all rows wait for the slowest one. Larger systems ask for each row when it is
-#    ready.
+# 2. In each turn all rows wait for the slowest one. Larger systems ask for each row as soon as it
+#    is ready.
 #
-# Absent: environments with a state, several tools at once, histories that are rewritten.
+# Not here: environments with a state, several tools at once, histories that are rewritten.

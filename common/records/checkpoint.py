@@ -1,4 +1,5 @@
-"""Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
+"""Checkpoints that survive a kill at any moment, which of them a run continues from, and saving
+the model in the Hugging Face format."""
 
 import contextlib
 import json
@@ -25,30 +26,30 @@ from common.distributed import World, full_parameters
 from common.records.files import as_lines, new_folder, numbered, read_lines, saved_config
 from common.records.files import sync, write
 
-# What may change on resume: how long, where, how often, and what trades memory for time
+# What may change on resume: how long, where and how often, and what trades memory for time.
 FREE_ON_RESUME = set(
     """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
     gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
-# Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
+# Flags of an algorithm's file that must not change even with --back_to: the sizes of a rollout.
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; other names are ignored."""
+    """List a run's checkpoints, oldest first; other names are ignored."""
     paths = (folder / "checkpoints").glob("step_*")
     complete = [path for path in paths if re.fullmatch("step_[0-9]{6,}", path.name)]
     return sorted(complete, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def how_to_continue(folder: Path) -> str:
-    """Advice for a run in `folder` that had to stop."""
+    """Say how to go on after the run in `folder` had to stop."""
     return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
 
 
@@ -62,11 +63,11 @@ def save_checkpoint(
     world: World,
     keep: int,
 ) -> None:
-    """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and each rank's random
-    number generators and the `state_dict()` of each of `parts` (name -> object).
+    """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and for each rank its
+    random number generators and the `state_dict()` of each of `parts` (name -> object).
 
-    It is written under another name and renamed when complete: a kill at any moment leaves the
-    older checkpoints usable, of which the newest `keep` stay. `optimizer` may be a list of several.
+    It is written under another name and renamed when complete, so a kill at any moment leaves the
+    older checkpoints usable. The newest `keep` stay. `optimizer` may be a list of optimisers.
     """
     final = folder / f"checkpoints/step_{step:06d}"
     partial = folder / "checkpoints/partial"
@@ -74,7 +75,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     weights, moments = get_state_dict(policy, optimizer)
-    # Of a full disk torch only says "unexpected pos 704 vs 598".
+    # Say how much is free, because on a full disk torch only says "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
     what = f"cannot save {final}, {free}; {how_to_continue(folder)} once that is fixed"
     with blame(what, RunStopped), first_failure():
@@ -86,7 +87,7 @@ def save_checkpoint(
         states = {name: part.state_dict() for name, part in parts.items()}
         path = partial / f"rank{world.rank}.pt"
         torch.save({"generators": generators, "parts": states}, path)
-        sync(path)  # torch has synced the shards
+        sync(path)  # torch has synced the shards itself
         dist.barrier()
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -100,7 +101,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def first_failure() -> Iterator[None]:
-    """torch's CheckpointException lists one failure for each rank: raise the first one instead."""
+    """Raise the first failure instead of torch's CheckpointException, which lists one per rank."""
     try:
         yield
     except CheckpointException as error:
@@ -111,13 +112,12 @@ def first_failure() -> Iterator[None]:
 def load_checkpoint(
     checkpoint: Path | None, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
 ) -> int:
-    """Restore a checkpoint in place, with the `parts` that it was saved with; returns its step, or
-    0 where there is none: a new run.
+    """Restore a checkpoint in place, with the `parts` that were saved in it, and return its step.
+    Return 0 without a checkpoint: a new run.
 
-    Weights and moments fit any number of ranks. A part has the state of its own rank; on a rank
-    that did not exist when it was saved, that of the first one. So a part whose state belongs to
-    one rank alone must notice this in its `load_state_dict`: the hf engine keeps its fresh seed,
-    vcpo's queue refuses.
+    Weights and moments fit any number of ranks. A part gets the state that its own rank saved, or
+    rank 0's state on a rank that did not exist then. A part whose state belongs to one rank alone
+    must notice this in its `load_state_dict`: the hf engine keeps its fresh seed, others refuse.
     """
     if checkpoint is None:
         return 0
@@ -125,7 +125,7 @@ def load_checkpoint(
     wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
     with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
         shards = dcp.FileSystemReader(checkpoint / "shards")
-        shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
+        shards.read_metadata()  # fails first if damaged: dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)
         path = checkpoint / f"rank{world.rank}.pt"
         if not path.exists():
@@ -136,7 +136,7 @@ def load_checkpoint(
     flags = [{name: group[name] for name in ("lr", "betas", "weight_decay")} for group in groups]
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
     groups = [group for one in optimizers for group in one.param_groups]
-    for group, of_this_command in zip(groups, flags):  # --back_to may have changed them
+    for group, of_this_command in zip(groups, flags):  # with --back_to they may differ
         group.update(of_this_command)
     generators = saved["generators"]
     random.setstate(generators["python"])
@@ -149,12 +149,12 @@ def load_checkpoint(
 
 
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
-    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`.
+    """Write the model in the Hugging Face format, which transformers, vLLM and `--model` can load.
 
     It is written under another name and renamed when complete.
     """
     weights = {}
-    for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
+    for name, full in full_parameters(policy):  # all ranks gather, and rank 0 keeps
         if world.rank == 0:
             weights[name] = full.cpu()
     if world.rank == 0:
@@ -168,12 +168,12 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
             partial.rename(folder)
 
 
-# Which checkpoint a run continues from
+# Which checkpoint does a run continue from?
 
 
 def folder_to_resume(name: Path, named: bool) -> Path:
-    """The folder `name`, if the user has named it and it has a checkpoint; else the newest of name,
-    name.2, ... that has one. `name`, if there is none."""
+    """Return `name` if the user has named it and it has a checkpoint, else the last of name,
+    name.2, ... with a checkpoint. If none has a checkpoint, return `name`."""
     saved = [folder for folder in takewhile(Path.is_dir, numbered(name)) if checkpoints(folder)]
     if name in saved and named:
         return name
@@ -183,22 +183,22 @@ def folder_to_resume(name: Path, named: bool) -> Path:
 def checkpoint_to_resume(
     folder: Path, args: Flags, config: dict
 ) -> tuple[Path | None, dict | None]:
-    """The checkpoint from which a run with this config goes on in `folder`; None with `--resume
-    auto` where there is none. And what --back_to changes, flag -> values before and now; None where
-    it goes on as it was. Refuses another run's folder, before anything is loaded."""
+    """Return (checkpoint, changes) for a run with this config that continues in `folder`; refuse
+    another run's folder. The checkpoint is None if `--resume auto` finds none. `changes` maps each
+    flag that --back_to changes to its old and new value; it is None for a plain resume."""
     saved = checkpoints(folder)
     if not saved and args.resume == "auto":
         return None, None
     if not saved:
         raise BadInput(f"--resume: no checkpoint in {folder}")
     before = saved_config(folder)
-    changed = {}  # but for what a run of an older version did not write
+    changed = {}  # without flags that an older version of this program did not write
     for name in sorted(config.keys() & before.keys() - FREE_ON_RESUME - {"id", "history"}):
         if before[name] != config[name]:
             changed[name] = [before[name], config[name]]
     history = before.get("history", [])
     gone_back = bool(history) and history[-1]["back_to"] == args.back_to and not changed
-    going_back = args.back_to > 0 and not gone_back  # else the same command was started again
+    going_back = args.back_to > 0 and not gone_back  # gone_back: the same command runs again
     steps = {step_of(path): path for path in saved}
     if going_back and args.back_to not in steps:
         there = ", ".join(map(str, steps))
@@ -216,8 +216,8 @@ def checkpoint_to_resume(
 
 
 def cut_back(folder: Path, done: int, last: int, going_back: bool) -> None:
-    """Forget what a run of `last` steps did after step `done`; with --back_to, set it aside in a
-    folder beside. Refuses without the metrics of every step."""
+    """Remove what a run of `last` steps wrote after step `done`, or with --back_to move it into a
+    folder after_<done>. Refuse if metrics.jsonl lacks a step."""
     if done > last:
         raise BadInput(f"--steps {last}: {folder} is at step {done}")
     kept, later = {}, {}
@@ -240,4 +240,4 @@ def cut_back(folder: Path, done: int, last: int, going_back: bool) -> None:
         say(f"back to step {done}; what came after it is in {beside}")
     for name, rows in kept.items():
         write(folder / name, as_lines(rows))
-    (folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
+    (folder / "summary.json").unlink(missing_ok=True)  # it describes steps that are removed

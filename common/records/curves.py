@@ -1,4 +1,4 @@
-"""A run's picture, made of its config.json and its metrics.jsonl."""
+"""The picture of one run, curves.png, from its config.json and its metrics.jsonl."""
 
 import textwrap
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 from common.records.files import atomic_write, read_lines
 
-PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand before `entropy`
+PANELS = {  # metric -> title of its panel; the algorithm's own metrics come before `entropy`
     "reward": "reward (training samples)",
     "greedy": "held-out accuracy",
     "response_len": "response length (tokens)",
@@ -16,15 +16,15 @@ PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand be
     "zero_groups": "groups without gradient (share)",
     "sampler_kl": "KL of sampler and trainer",
 }
-# A curve of the gradient's norm, or of the KL of sampler and trainer, that stays below this shows
-# rounding only.
+# A curve of the gradient norm, or of the KL between sampler and trainer, that stays below this
+# shows only rounding.
 ROUNDING = 1e-6
-BLUE, ORANGE = "#0072B2", "#D55E00"  # also told apart by the colour-blind (Okabe and Ito)
+BLUE, ORANGE = "#0072B2", "#D55E00"  # the colour-blind can tell them apart (Okabe and Ito)
 
 
 def series(lines: list[dict], name: str) -> np.ndarray:
-    """Steps and values of a metric, `[2, n]`: NaN where a row has null, no point where the row
-    lacks the metric."""
+    """Return steps and values of a metric, `[2, n]`. A null becomes NaN, and rows without the
+    metric are left out."""
     steps, values = [], []
     for row in lines:
         if name in row:
@@ -35,8 +35,8 @@ def series(lines: list[dict], name: str) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` values (odd), fewer at the ends, `[n]` -> `[n]`; a NaN counts in no
-    mean and stays NaN."""
+    """Average `[n]` over a centred window of `width` values (odd), fewer at the ends. A NaN counts
+    in no mean and stays NaN."""
     known, window = np.isfinite(values), np.ones(min(width, len(values) - 1 | 1))
     total = np.convolve(np.where(known, values, 0.0), window, "same")  # [n]
     count = np.convolve(known, window, "same")  # [n]
@@ -44,14 +44,14 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def sheet(titles: dict[str, str], heading: str) -> tuple:
-    """(figure, metric -> axes): an empty panel for each metric, three in a row."""
-    from matplotlib.figure import Figure  # here: it takes a second that no start should cost
+    """Make a figure with an empty panel for each metric, three in a row; return it and the axes."""
+    from matplotlib.figure import Figure  # here, because it takes a second to import
 
     rows, axes = -(-len(titles) // 3), {}
     figure = Figure(figsize=(10, 2.4 * rows + 0.6), layout="constrained")
     for place, (name, title) in enumerate(titles.items(), 1):
         axis = figure.add_subplot(rows, 3, place)
-        axis.set_title(textwrap.fill(title, 36), fontsize=11, parse_math=False)  # a $ is a $
+        axis.set_title(textwrap.fill(title, 36), fontsize=11, parse_math=False)  # keep a $ as it is
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -62,14 +62,14 @@ def sheet(titles: dict[str, str], heading: str) -> tuple:
 
 
 def draw_curves(config: dict, lines: list[dict]) -> object:
-    """The figure of a run, from its config.json and its metrics."""
+    """Draw the figure of a run, from its config.json and its metrics."""
     acted = config["acted"]
     first, later = list(PANELS)[:3], list(PANELS)[3:]
     titles = {}
     for name in dict.fromkeys([*first, *acted, *later]):
         _, values = series(lines, name)
         least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
-        if np.any(values >= least):  # False for NaN
+        if np.any(values >= least):  # NaN >= least is False
             titles[name] = (PANELS | acted)[name]
     width = len(lines) // 12 | 1  # odd
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
@@ -78,7 +78,7 @@ def draw_curves(config: dict, lines: list[dict]) -> object:
     for name, axis in axes.items():
         steps, values = series(lines, name)  # [n], [n]
         color = ORANGE if name in acted else BLUE
-        if name == "greedy":  # on the same problems each time: nothing to smooth
+        if name == "greedy":  # on the same problems each time, so there is nothing to smooth
             axis.plot(steps, values, "o-", color=BLUE, label="greedy")
             axis.plot(*series(lines, "sampled"), "s--", color=ORANGE, label="sampled")
             axis.legend()
@@ -89,7 +89,7 @@ def draw_curves(config: dict, lines: list[dict]) -> object:
 
 
 def draw_run(folder: Path, config: dict) -> Path:
-    """Draw the run in `folder`; the path of its curves.png."""
+    """Draw the run in `folder`; return the path of its curves.png."""
     figure = draw_curves(config, read_lines(folder / "metrics.jsonl"))
     with atomic_write(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")

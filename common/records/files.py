@@ -1,4 +1,4 @@
-"""The files of a run's folder: its name, atomic writing, JSON lines, config.json."""
+"""The files of a run folder: the folder's name, atomic writing, JSON lines and config.json."""
 
 import contextlib
 import json
@@ -11,25 +11,25 @@ from common.cli import BadInput, blame
 
 
 def numbered(name: Path) -> Iterator[Path]:
-    """The folders name, name.2, name.3, ..."""
+    """Yield the folder names name, name.2, name.3, ..."""
     yield name
     for number in count(2):
         yield name.with_name(f"{name.name}.{number}")
 
 
 def new_folder(name: Path) -> Path:
-    """A new folder `name`, or, where that is not empty, name.2, name.3, ..."""
+    """Make the folder `name`, or name.2, name.3, ... if it is not empty."""
     for folder in numbered(name):
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             if not any(folder.iterdir()):
-                # Of two runs that start at once only one makes this file.
+                # If two runs start at once, only one of them can make this file.
                 (folder / "metrics.jsonl").touch(exist_ok=False)
                 return folder
 
 
 def saved_config(folder: Path) -> dict:
-    """config.json of the run in `folder`; empty if there is none or another program wrote it."""
+    """Read config.json of the run in `folder`; {} if it is missing or of another program."""
     path = folder / "config.json"
     with blame(f"{path}: damaged, no JSON"):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -38,11 +38,11 @@ def saved_config(folder: Path) -> dict:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
+    """Write atomically: yield a path that is renamed to `path` at the end, removed on failure."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        sync(partial)  # else a power loss could leave the new name with nothing in it
+        sync(partial)  # else a power loss could leave an empty file under the new name
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -60,14 +60,14 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # some file systems cannot do it for folders
+        if not path.is_dir():  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def as_lines(rows: list[dict]) -> str:
-    """Rows as JSON lines. JSON has no NaN and no infinities: they become null."""
+    """Write rows as JSON lines. JSON has no NaN and no infinities, so they become null."""
     plain = (json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows)
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in plain)
 
@@ -80,7 +80,7 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
+    """Read a run's JSON-lines file, without a last line that a kill has cut short."""
     if not path.is_file():  # reading a pipe could wait for ever
         raise BadInput(f"{path}: no such file")
     lines = path.read_bytes().splitlines()

@@ -1,4 +1,4 @@
-"""What a step did to each token of some responses: the rows of samples.jsonl."""
+"""The rows of samples.jsonl, which show what a step did to each token of some responses."""
 
 import json
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from common.cli import Flags
 from common.data import Task, texts_of
 from common.distributed import World, from_all, gather, global_sum
 
-LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
-SCREEN = 400  # the last characters of a text, shown on the screen
+LONGEST = 256  # tokens of a response that are kept; a longer response keeps half at each end
+SCREEN = 400  # characters of a text that the screen shows, its last ones
 
 
 class Samples:
-    """Whole groups of a step, token by token: one of its first mini-batch, three of its last.
+    """Whole groups of a step, token by token: one of its first mini-batch, up to three of its last.
+    In the first update of a rollout every ratio is 1. By the last one the ratios have moved.
 
-    A token's weight is what the optimiser step's gradient has in front of ∇ log π_θ(token): minus
-    the loss's derivative by its log-probability, over what all ranks have counted. Autograd has
-    been through the loss, so clip, mask, gate and KL term of any file are in it; that the
-    gradient's norm is clipped afterwards is not. In the first update of a rollout every ratio is 1,
-    in the last one they have moved.
+    A token's weight is the factor on ∇ log π_θ(token) in the gradient of the optimiser step: minus
+    the loss's derivative by the token's log-probability, divided by the count of all ranks. Because
+    it comes from autograd, it contains the clip, mask, gate and KL term of any file, but not the
+    clipping of the gradient norm, which comes later.
     """
 
     def __init__(self, task: Task, args: Flags, world: World):
@@ -28,7 +28,7 @@ class Samples:
         self.world = world
 
     def wanted(self, step: int) -> bool:
-        """Whether something is kept of this step."""
+        """Tell whether samples of this step are kept."""
         args = self.args
         if args.sample_every == 0:
             return False
@@ -38,8 +38,8 @@ class Samples:
     def collect(
         self, step: int, example: dict | None, minibatches: Sequence[Rollout]
     ) -> list[dict]:
-        """The rows of a step: an evaluation's example, and groups of the first and of the last
-        mini-batch that was trained on. All ranks together."""
+        """Return a step's rows: the example of an evaluation, and groups of the first and the last
+        mini-batch that was trained on. All ranks must call it."""
         rows = []
         if example and self.args.sample_every:
             rows.append({"step": step, "example": as_texts(example)})
@@ -55,8 +55,8 @@ class Samples:
         return rows
 
     def _chosen(self, batch: Rollout) -> list[int]:
-        """Up to three problems of a mini-batch: the lowest number with different rewards (two runs
-        have the same problem there), the largest sum of |weight|, the lowest reward."""
+        """Choose up to three problems of a mini-batch: the first with unequal rewards, so that two
+        runs show the same one; the one with the largest sum of |weight|; and the lowest reward."""
         problems = gather(batch.problem, self.world)  # [N], of all ranks
         rewards = gather(batch.rewards, self.world)  # [N]
         pushes = gather((batch.weight.abs() * batch.mask).sum(dim=1), self.world)  # [N]
@@ -68,7 +68,7 @@ class Samples:
         return list(dict.fromkeys(chosen))
 
     def _group(self, batch: Rollout, group: int) -> dict:
-        """A group of a mini-batch, with the responses of all ranks."""
+        """Make a group's row, with its responses from all ranks."""
         own = (batch.problem == group).nonzero()[:, 0].tolist()
         responses = from_all([self._response(batch.rows(slice(row, row + 1))) for row in own])
         problem = self.task.train(group)
@@ -83,17 +83,17 @@ class Samples:
         }
 
     def _response(self, one: Rollout) -> dict:
-        """The batch of one row, as plain numbers and texts."""
+        """Turn a batch of one row into plain numbers and texts."""
         length = int(one.ends - one.prompt_len)
         decode = self.task.tokenizer.decode
         columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
         for name, column in vars(one).items():
-            if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
+            if name.endswith("_logp"):  # log-probs under other policies: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
-        if hasattr(one, "token_advantages"):  # instead of the response's
+        if hasattr(one, "token_advantages"):  # instead of the response's advantage
             columns["advantage"] = one.token_advantages[0]
         if one.mask.sum() < length:
-            columns["mask"] = one.mask[0]  # 0 on what a tool wrote
+            columns["mask"] = one.mask[0]  # it is 0 on what a tool wrote
         ids = one.tokens[0, :length].tolist()
         response = one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
@@ -114,7 +114,7 @@ class Samples:
 
 
 def as_texts(row: dict) -> dict:
-    """The row with its prompt, perhaps messages, and its answer, of any shape, as texts."""
+    """Turn a row's prompt (a text or messages) and its answer (of any type) into texts."""
     texts = {}
     for name in ("prompt", "answer"):
         texts[name] = row[name] if isinstance(row[name], str) else json.dumps(row[name])
@@ -122,12 +122,12 @@ def as_texts(row: dict) -> dict:
 
 
 def six_digits(values: list[float]) -> list[float]:
-    """The values rounded: the seventh digit of float32 is rounding."""
+    """Round the values, because in float32 the seventh digit is rounding error."""
     return [float(f"{value:.6g}") for value in values]
 
 
 def before_and_after(rows: list[dict]) -> list[str]:
-    """One held-out problem with its first and last answer, for the screen."""
+    """Return lines for the screen: a held-out problem, its first response and its last one."""
     examples = [row["example"] for row in rows if "example" in row]
     if not examples:
         return []

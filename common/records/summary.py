@@ -1,19 +1,19 @@
-"""What a run came to: its accuracy at the start, at its best and at the end."""
+"""The summary of a run: its accuracy at the start, at its best and at the end."""
 
 from collections.abc import Sequence
 
-LOST = 0.8  # of the best accuracy
+LOST = 0.8  # times the best accuracy: a run that ends below this has fallen
 
 
 def fell(accuracies: Sequence[float]) -> bool:
-    """Whether a run with these held-out accuracies, in order, has fallen: it ends below LOST of its
-    best. The one definition of a fall (docs/glossary.md)."""
+    """Tell whether a run with these held-out accuracies, in order, has fallen: it ends below LOST
+    times its best. This is the only definition of a fall (docs/glossary.md)."""
     return accuracies[-1] < LOST * max(accuracies)
 
 
 def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, the best (greedy) with its step, whether
-    the run fell, and its seconds. `lines`: of its metrics.jsonl."""
+    """Summarise the lines of metrics.jsonl: first and last held-out accuracy, the best one (greedy)
+    and its step, whether the run fell, and its seconds."""
     measured = [line for line in lines if "greedy" in line]
     best = max(measured, key=lambda line: line["greedy"])
     summary = {"best": best["greedy"], "best_step": best["step"]}
@@ -25,7 +25,7 @@ def summary_of(lines: list[dict]) -> dict:
 
 
 def ending_of(summary: dict) -> str:
-    """`best 0.79 at step 5, now 0.18: it fell`"""
+    """Say how a run ended, as `best 0.79 at step 5, now 0.18: it fell`."""
     best = f"best {summary['best']:.2f} at step {summary['best_step']}"
     ending = f"{best}, now {summary['greedy_after']:.2f}"
     return f"{ending}: it fell" if summary["fell"] else ending

@@ -1,7 +1,7 @@
 """The output head: from hidden states to log-probabilities, a block of rows at a time.
 
-At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula keeps
-several. Here a block's logits are made, read and dropped, and made again in the backward pass.
+With a vocabulary of 152k, the float32 logits of 16k tokens take 10 GB, and the plain formula keeps
+several copies. Here a block's logits are read and dropped, and computed again in the backward pass.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from common.distributed import Compiled
 
-# Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
+# Logits computed at once: 512 MB in float32 for any vocabulary, and up to three such tensors.
 BLOCK_ELEMENTS = 2**27
 Pair = tuple[Tensor, Tensor]
 Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden `[..., H]` @ weight `[V, H]` transposed: `[..., V]`, float32.
+    """Multiply hidden `[..., H]` by the transposed weight `[V, H]`: `[..., V]`, float32.
 
-    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
-    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
-    disagree, and no ratio would be 1. (CPUs have no such kernel.)
+    On a GPU the product of bfloat16 numbers leaves the kernel in float32. In bfloat16, logits of 16
+    to 32 would be 0.125 apart and log-probs off by 0.01. Sampler and trainer would disagree, and no
+    ratio would be 1. (CPUs have no such kernel.)
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
         flat = hidden.flatten(0, -2)  # [b, H]
@@ -34,21 +34,21 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class Head(NamedTuple):
-    """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
-    them softly (0: it does not), over a temperature."""
+    """What turns a product hidden @ weight.T into logits: the soft cap · tanh(product / cap) that
+    some families have (0: no cap), and a division by the temperature."""
 
     temperature: float = 1.0
     cap: float = 0.0
 
     def logits(self, product: Tensor) -> Tensor:
-        """`[..., V]` -> `[..., V]`, float32."""
+        """Turn products into logits, `[..., V]` -> `[..., V]`, float32."""
         if self.cap:
             product = self.cap * torch.tanh(product / self.cap)
         return product if self.temperature == 1 else product / self.temperature
 
 
 def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
-    """A model's head, by what families call their factor and their cap in config.json."""
+    """Find a model's head: families have different names for factor and cap in config.json."""
     factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
     divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
     cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
@@ -56,9 +56,9 @@ def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total [V, H]`, float32, += `left [V, b]` @ `right [b, H]`.
+    """Add `left [V, b]` @ `right [b, H]` to `total [V, H]`, float32.
 
-    On a GPU inside the product's kernel: nothing is rounded to bfloat16, written and read again.
+    On a GPU the product's kernel adds it, so that nothing is rounded to bfloat16 in between.
     """
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
@@ -67,8 +67,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
-    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
-    each row: `[b]`."""
+    """Return log π of the `tokens [b, K]` at the head's product `[b, V]`, `[b, K]`, and the
+    statistic of each row, `[b]`."""
     logprobs = head.logits(product).log_softmax(-1)  # [b, V]
     statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
     return logprobs.gather(-1, tokens), statistic
@@ -77,8 +77,8 @@ def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | N
 def d_product(
     product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
-    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
+    """Compute the gradient at the head's product, `[b, V]`, in `dtype`. At the logits it is the sum
+    over the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
     logits = head.logits(product)  # [b, V]
     d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
     d_logits.scatter_add_(-1, tokens, d_logp)
@@ -89,17 +89,17 @@ def d_product(
     return d_logits.to(dtype)
 
 
-# Compiled, they write fewer tensors of that size, and read them less often.
+# When compiled, they write and read fewer tensors of that size.
 compiled_read_block = Compiled(read_block)
 compiled_d_product = Compiled(d_product)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
+    """The function log softmax(head's logits)[targets], with the `readout`'s statistic.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
-    of the first one.
+    both float32. With K tokens at each place, targets and logp are `[M, K]`, and the readout gets
+    the first token.
     """
 
     @staticmethod
@@ -135,7 +135,7 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
         d_hidden = torch.empty_like(hidden)  # [M, H]
-        # Summed over blocks in float32: in bfloat16 every block would round what came before it.
+        # Sum over blocks in float32, because in bfloat16 each block would round the earlier ones.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         differentiate = compiled_d_product if ctx.compiled else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
@@ -148,5 +148,5 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def columns(x: Tensor) -> Tensor:
-    """`[M]` as `[M, 1]`; `[M, K]` as it is."""
+    """View `[M]` as `[M, 1]`; leave `[M, K]` as it is."""
     return x if x.dim() == 2 else x[:, None]

@@ -1,10 +1,10 @@
 """|g_i|, the norm of every single response's gradient g_i = ∇ Σ_t log π(y_t), from one pass.
 
-A backward pass gives the sum of all g_i, but the terms of each g_i are available layer by layer. At
+A backward pass gives the sum of all g_i, but layer by layer it also gives the terms of each g_i. At
 the weight of a linear map y = W x, response i has the gradient Σ_s d_s x_sᵀ: d_s is the gradient at
 y, and s runs over the places of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the
-embedding, d_s is added to the row of token s. The square of each part is added to |g_i|². The part
-is then dropped, and the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799;
+embedding, d_s is added to the row of token s. The square of each part is added to |g_i|², and the
+part is dropped, so the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799;
 for Transformers Li et al. 2021, arXiv 2110.05679.)
 """
 
@@ -24,9 +24,9 @@ from common.scale.head import BLOCK_ELEMENTS, d_product, head_of, head_product
 def gradient_norms(
     policy: nn.Module, batch: Rollout, args: Flags, world: World
 ) -> tuple[Tensor, Tensor]:
-    """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
+    """Return log π of every sampled token `[N, T]` and |g| of every response `[N]` under `policy`.
 
-    All ranks call it together, each with any number of its own responses.
+    All ranks must call it, each with any number of responses.
     """
     logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
@@ -35,7 +35,7 @@ def gradient_norms(
 
 
 def unsupported_module(policy: nn.Module) -> str:
-    """The class of the first module that `in_one_pass` has no part for; "" if it has all parts."""
+    """Return the class of the first module that `in_one_pass` cannot compute a part of, or ""."""
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()
     for module in policy.modules():
@@ -44,19 +44,19 @@ def unsupported_module(policy: nn.Module) -> str:
     return ""
 
 
-@torch.compiler.set_stance("force_eager")  # a layer compiled without the hooks would leave them out
+@torch.compiler.set_stance("force_eager")  # a layer that was compiled without hooks would skip them
 def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward pass and one backward pass.
+    """Return log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward and one backward pass.
 
-    The backward pass goes to the embedding's output. No parameter gets a gradient, so FSDP has none
-    to add up.
+    The backward pass ends at the embedding's output. No parameter gets a gradient, so FSDP has
+    nothing to add up.
     """
     lm, embedding = policy.lm, policy.lm.get_input_embeddings()
     squares = micro.mask.new_zeros(max(1, len(micro)), requires_grad=True)  # [n], see Tap
     head = HeadPart(lm, micro, temperature)
 
     def tap(part: Callable) -> Callable:
-        """A forward hook that puts a Tap behind a module."""
+        """Make a forward hook that puts a Tap behind a module."""
         return lambda module, inputs, output: Tap.apply(output, inputs[0], squares, part)
 
     def tap_head(module: nn.Module, inputs: tuple, output: object) -> None:
@@ -77,13 +77,13 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
 
 
 class Tap(torch.autograd.Function):
-    """Returns a module's output unchanged; in backward, it adds the module's part of |g_i|².
+    """An identity on a module's output, whose backward adds the module's part of |g_i|².
 
-    `squares` `[n]` has no part in the output. Its gradient is used as an accumulator: each tap
+    `squares` `[n]` does not change the output. Its gradient serves as an accumulator: each tap
     returns its squares as the gradient of `squares`, and autograd adds them up over all taps.
-    `part(x, d_output)` computes them from the module's input `x` and from the gradient at its
-    output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it and
-    makes it again.
+    `part(x, d_output)` computes them from the module's input `x` and the gradient at its output.
+    `save_for_backward` keeps the input, so that gradient checkpointing can drop it and compute it
+    again.
     """
 
     @staticmethod
@@ -101,26 +101,26 @@ class Tap(torch.autograd.Function):
 class HeadPart:
     """The output head's part of |g_i|².
 
-    The head is a linear map too. But TokenLogprobs computes its output in blocks and keeps none of
-    them, so they are computed here a second time.
+    The head is a linear map too. But TokenLogprobs computes its output in blocks and drops them, so
+    this class computes them a second time.
     """
 
     def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
         self.lm = lm
         self.micro = micro
         self.head = head_of(lm, temperature)
-        # The head's gradient in the row of the token at each place. The backward pass reaches the
-        # head first and the embedding last, which needs it if both share their weight.
+        # The head's gradient in the row of each place's token. If embedding and head share their
+        # weight, the embedding needs it, which the backward pass reaches last.
         self.at_tokens: Tensor | None = None  # [n, S, H]
 
     def __call__(self, hidden: Tensor, _: Tensor) -> Tensor:
-        """Squares `[n]` from the last hidden state `[n, S, H]`."""
+        """Compute the squares `[n]` from the last hidden state `[n, S, H]`."""
         micro, weight = self.micro, self.lm.lm_head.weight  # [V, H]
         S = hidden.shape[1]
         squares = hidden.new_zeros(max(1, len(micro)), dtype=torch.float32)  # [n]
         self.at_tokens = torch.zeros_like(hidden)
         for row, prompt_len in enumerate(micro.prompt_len.tolist()):
-            gradient = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]: of one response
+            gradient = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]: for one response
             x = hidden[row, prompt_len - 1 :]  # [T, H]: at the places that predict its tokens
             tokens = micro.tokens[row, : len(x), None]  # [T, 1]
             ones = micro.mask[row, : len(x), None]  # [T, 1]
@@ -135,21 +135,21 @@ class HeadPart:
 
 
 def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: Tensor) -> Tensor:
-    """The embedding's part of |g_i|² `[n]`: a token's row collects the gradients d `[n, S, H]` of
-    all places `[n, S]` with this token, and the head's gradient if both share their weight."""
-    if embedding.padding_idx is not None:  # autograd leaves that row without a gradient
+    """Compute the embedding's part of |g_i|² `[n]`. A token's row adds up the gradients d
+    `[n, S, H]` of all places `[n, S]` with this token, and the head's gradient if it is tied."""
+    if embedding.padding_idx is not None:  # autograd gives this row no gradient
         d = d * (tokens != embedding.padding_idx)[..., None]
     same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
     row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
     if head.lm.lm_head.weight is embedding.weight:
-        # One weight has both gradients: b = `row` and the head's, a = `at_tokens`. HeadPart has
-        # counted |a|². What is missing of |a + b|² is b (b + 2a), and b sums d over places.
+        # The one weight has two gradients, b = `row` and the head's, a = `at_tokens`. HeadPart has
+        # counted |a|². |a + b|² still lacks b (b + 2a), and b sums d over places.
         row = row + 2 * head.at_tokens
     return (d.float() * row.float()).sum((1, 2))
 
 
 def part_of(module: nn.Module) -> Callable | None:
-    """The function that computes a module's part of |g_i|², for `Tap`; None for other kinds."""
+    """Return the function that computes a module's part of |g_i|² for `Tap`, or None."""
     if type(module) is nn.Linear:
         return partial(linear_part, module)
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
@@ -158,9 +158,9 @@ def part_of(module: nn.Module) -> Callable | None:
 
 
 def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
-    """|Σ_s d_s x_sᵀ|² = Σ_s Σ_s' (d_s · d_s') (x_s · x_s') `[n]`, by the side with less work.
+    """Compute |Σ_s d_s x_sᵀ|² = Σ_s Σ_s' (d_s · d_s') (x_s · x_s') `[n]`, by the cheaper side.
 
-    x `[n, S, I]`, d `[n, S, O]`.
+    x is `[n, S, I]`, d `[n, S, O]`.
     """
     S, inner = x.shape[1:]
     outer = d.shape[2]
@@ -176,9 +176,9 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
 
 
 def norm_part(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """|Σ_s d_s ⊙ x̂_s|² `[n]`, over places and heads; x̂ = x / sqrt(mean x² + ε).
+    """Compute |Σ_s d_s ⊙ x̂_s|² `[n]` over places and heads, with x̂ = x / sqrt(mean x² + ε).
 
-    x and d `[n, ..., H]`.
+    x and d are `[n, ..., H]`.
     """
     x, d = (y.float().flatten(1, -2) for y in (x, d))  # [n, S, H]
     scale = (x.square().mean(-1) + module.variance_epsilon).rsqrt()  # [n, S]

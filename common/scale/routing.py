@@ -1,6 +1,6 @@
-"""Routing of mixture-of-experts models: recording and replaying the experts of each token.
+"""Mixtures of experts: recording which experts get each token, and replaying that choice.
 
-minirl's routing replay needs it in the trainer and in both engines.
+Routing replay needs this in the trainer and in both engines.
 """
 
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-# Families whose router takes the top k of its scores and derives weights from those. One that
-# chooses groups first, or by sorting, cannot be replayed.
+# Families whose router takes the top k of its scores and derives weights from these. A router that
+# first chooses groups, or that sorts, cannot be replayed.
 FAMILIES = "Qwen3Moe Qwen2Moe Qwen3_5Moe Qwen3Next Olmoe Mixtral GptOss MiniMax GraniteMoe".split()
 FAMILIES += ["AriaText", "Ernie4_5_Moe"]
 
 
 def routers(lm: PreTrainedModel) -> list[nn.Module]:
-    """The modules that send tokens to experts, a layer each; none in a dense model."""
+    """List the modules that send tokens to experts, one per layer; a dense model has none."""
     return [module for module in lm.modules() if type(module).__name__.endswith("Router")]
 
 
 class Selection(TorchFunctionMode):
     """A context in which `torch.topk` returns the experts `replayed` `[tokens, k]`, if any.
 
-    A router computes scores, takes the top k, and derives the experts' weights from those scores.
-    Only the choice is replaced. Softmax or sigmoid, and the gradient, stay the model's own. `seen`
+    A router computes scores, takes the top k, and derives the experts' weights from their scores.
+    Only the choice is replaced; softmax or sigmoid, and the gradient, stay the model's own. `seen`
     lists the chosen experts.
     """
 
@@ -34,7 +34,7 @@ class Selection(TorchFunctionMode):
         super().__init__()
         self.replayed = replayed
         self.seen = []
-        self.experts = 0  # to choose from
+        self.experts = 0  # how many there are to choose from
 
     def __torch_function__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
@@ -50,21 +50,20 @@ class Selection(TorchFunctionMode):
 
 
 class Routing:
-    """Records which experts a model sends each token to, and can replay a recorded choice.
+    """The record of which experts a model sends each token to, and the replay of such a record.
 
-    Replay fixes the selection only. The experts' weights come from the current scores at the
-    recorded indices, so the router keeps its gradient. If the model has no experts, or a router
-    whose choice cannot be replayed, `active` is False, `why_not` gives the reason, and the model
-    stays unchanged.
+    Replay fixes only the choice. The experts' weights come from the current scores at the recorded
+    indices, so the router keeps its gradient. If the model has no experts, or a router whose choice
+    cannot be replayed, `active` is False, `why_not` gives the reason, and the model stays as it is.
     """
 
     def __init__(self, lm: PreTrainedModel):
         self.why_not = why_not_replayed(lm)
         self.active = not self.why_not
-        self.last: dict[int, Tensor] = {}  # by layer, of the last forward pass: [tokens, k]
-        self.replay: Tensor | None = None  # [tokens, layers, k], of the forward pass (`Policy`)
+        self.last: dict[int, Tensor] = {}  # layer -> choices of the last forward pass [tokens, k]
+        self.replay: Tensor | None = None  # [tokens, layers, k], for the forward pass (`Policy`)
         for layer, router in enumerate(routers(lm) if self.active else []):
-            # Not a hook: the context must be entered before the forward and left after it.
+            # Why no hook? The context must be entered before the forward and left after it.
             router.forward = partial(self._choose, layer, router.forward)
 
     @torch.compiler.disable  # what is recorded and replayed stays outside of compiled code
@@ -72,18 +71,18 @@ class Routing:
         replayed = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
         with Selection(replayed) as selection:
             output = forward(*inputs, **named)
-        # A byte each, if it can hold them: a rollout has tokens x layers x k of them.
+        # One byte each if possible, because a rollout has tokens x layers x k of them.
         kind = torch.uint8 if selection.experts <= 256 else torch.int16
         self.last[layer] = selection.seen[0].to(kind)  # [tokens, k]
         return output
 
     def recorded(self) -> Tensor:
-        """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
+        """Return the choices of the last forward pass, `[tokens, layers, k]`, in input order."""
         return torch.stack([self.last[layer] for layer in sorted(self.last)], 1)
 
 
 def why_not_replayed(lm: PreTrainedModel) -> str:
-    """Why no choice of experts can be recorded and replayed in this model; "" where it can."""
+    """Say why the choice of experts cannot be recorded and replayed in this model; "" if it can."""
     kinds = {type(router).__name__ for router in routers(lm)}
     if odd := kinds - {f"{family}TopKRouter" for family in FAMILIES}:
         return f"chooses experts by {min(odd)}, which is not replayed (use {', '.join(FAMILIES)})"

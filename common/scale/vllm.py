@@ -1,4 +1,4 @@
-"""Sampling with vLLM inside the trainer's process: every call to it is here."""
+"""Sampling with vLLM inside the trainer's process. No other module calls vLLM."""
 
 import contextlib
 import os
@@ -19,10 +19,10 @@ from common.scale.routing import why_not_replayed
 
 
 class VLLMEngine:
-    """Samples with vLLM: an engine for each rank, or one for `--tensor_parallel` ranks.
+    """A sampler that runs vLLM, with an engine for each rank or for `--tensor_parallel` ranks.
 
-    Its weights are replaced in place after each update, so that CUDA graphs and the KV cache's
-    memory stay; only the cached keys and values, which old weights made, are thrown away.
+    After each update its weights are replaced in place, so that CUDA graphs and the KV cache's
+    memory stay. Only the cached keys and values are dropped, because old weights made them.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class VLLMEngine:
         record_experts: bool = False,
         record_top: int = 0,
     ):
-        # In this process, where weights are handed over without a copy.
+        # Run the engine in this process, so that weights need not be copied to another one.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
@@ -41,24 +41,24 @@ class VLLMEngine:
         ranks = args.tensor_parallel
         options = vllm_options(args, lm, world, record_experts)
         self.top = min(record_top, lm.config.vocab_size)
-        options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # 20: its default
+        options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # default: 20
         self.SamplingParams = vllm.SamplingParams
         self.world = world
         self.calls = 0
         self.eos = lm.generation_config.eos_token_id
         self.sleeps = args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
-        # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
+        # Neighbouring ranks share an engine, as vLLM groups them. Each engine has its own seed.
         self.seed = options["seed"]
         self.dtype = options["dtype"]
-        sharing = torch.arange(world.size).view(-1, ranks).tolist()  # the ranks of each engine
+        sharing = torch.arange(world.size).view(-1, ranks).tolist()  # ranks by engine
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in sharing]
         self.group = groups[world.rank // ranks]
         if world.rank == 0:
             say("vLLM starts; the first time this takes one to three minutes")
         try:
             self.llm = vllm.LLM(**options)
-        except (TypeError, ValueError, AssertionError) as error:  # too little memory, among others
+        except (TypeError, ValueError, AssertionError) as error:  # for example too little memory
             why = "another --vllm_memory, a lower --max_new_tokens, or other --vllm options"
             raise BadInput(f"vLLM does not start: {why} ({in_one_line(error)})") from error
         world.closing.callback(self._close)
@@ -66,19 +66,19 @@ class VLLMEngine:
         self._sleep()
 
     def _close(self) -> None:
-        """Shut the engine down. Asleep, it would print a CUDA error for each piece of memory."""
-        with contextlib.suppress(Exception):  # no memory to wake it: then it prints them
+        """Wake the engine and shut it down. Asleep, it would print many CUDA errors."""
+        with contextlib.suppress(Exception):  # without memory to wake it, it prints them
             self._wake("weights", "kv_cache")
         self.llm.llm_engine.engine_core.shutdown()
 
     def _sleep(self) -> None:
-        """With --vllm_sleep: weights to the CPU, the KV cache given up."""
+        """With --vllm_sleep, move the weights to the CPU and free the KV cache."""
         if self.sleeps and self.awake:
             self.llm.sleep(level=1)
             self.awake = set()
 
     def _wake(self, *parts: str) -> None:
-        """With --vllm_sleep: bring back the parts that the next work needs."""
+        """With --vllm_sleep, bring back the parts that are needed next."""
         asleep = sorted(set(parts) - self.awake)
         if asleep:
             torch.cuda.empty_cache()
@@ -87,8 +87,8 @@ class VLLMEngine:
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
-        """Push the trainer's weights into the engine, one whole tensor at a time. They stay awake,
-        because sampling or a checkpoint follows."""
+        """Push the trainer's weights into the engine, one whole tensor at a time. The engine's
+        weights stay on the GPU, because sampling or a checkpoint follows."""
         weights = {"weights_iterator": checkpoint_tensors(policy, self.dtype)}
         self._wake("weights")
         self.llm.apply_model(forget)
@@ -96,11 +96,11 @@ class VLLMEngine:
             self.llm.collective_rpc("reload_weights", kwargs=weights)
             (names,) = self.llm.apply_model(forgotten)
             missed = from_all(names, self.group)  # by rank
-            # One rank alone may miss a weight: its share of a vocabulary may be padding.
+            # A weight may be missing on one rank, whose share of the vocabulary may be padding.
             everywhere = set.intersection(*missed)
             if everywhere:
                 raise ValueError(f"{min(everywhere)} did not arrive, or is NaN")
-        except (AttributeError, KeyError, ValueError, AssertionError) as error:  # of its loaders
+        except (AttributeError, KeyError, ValueError, AssertionError) as error:  # vLLM's loaders
             why = f"vLLM does not take over the trainer's weights ({in_one_line(error)})"
             raise RunStopped(f"{why}: use --rollout hf") from error
         if not self.llm.reset_prefix_cache():
@@ -122,11 +122,11 @@ class VLLMEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """Ranks that share an engine call it together, each with its own prompts."""
+        """Sample; see `Engine`. Ranks that share an engine call it together, with their prompts."""
         prefixes = prefixes or [[] for _ in prompts]
         asked = from_all(list(zip(prompts, prefixes)), self.group)  # by rank
         pairs = [pair for part in asked for pair in part]
-        # A seed for each request; its n responses take the next ones. A resumed run draws the same.
+        # Each request has a seed, and its n responses take the next n, also in a resumed run.
         self.calls += 1
         seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
         requests = []
@@ -140,7 +140,7 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 top_k=0,
-                logprobs=self.top,  # of the sampled token, and of so many others
+                logprobs=self.top,  # for the sampled token and as many most likely ones
                 flat_logprobs=True,
                 stop_token_ids=self.eos,
                 detokenize=False,
@@ -156,7 +156,7 @@ class VLLMEngine:
         columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
         for row, output in enumerate(outputs):
             columns["tokens"].append(list(output.token_ids))
-            # At each place first the sampled token, then the most likely ones.
+            # At each place the sampled token comes first, then the most likely ones.
             reported = torch.tensor(output.logprobs.logprobs).view(-1, 1 + self.top)
             columns["logps"].append(reported[:, 0])  # [tokens]
             if self.top:
@@ -165,9 +165,9 @@ class VLLMEngine:
                 columns["top_logps"].append(reported[:, 1:])  # [tokens, K]
             if self.reports_experts:
                 seen = torch.as_tensor(output.routed_experts)  # [tokens, layers, k]
-                if seen.dtype == torch.uint16:  # few operations know it
+                if seen.dtype == torch.uint16:  # few operations support this dtype
                     seen = seen.short()
-                # The last token is never fed back: its place stays 0.
+                # The last token is never fed back, so its experts stay 0.
                 length = len(prompts[row // n]) + len(prefixes[row // n]) + len(output.token_ids)
                 unseen = seen.new_zeros(length - len(seen), *seen.shape[1:])
                 columns["experts"].append(torch.cat([seen, unseen]))
@@ -178,43 +178,43 @@ class VLLMEngine:
 def vllm_options(
     args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
 ) -> dict:
-    """The options of `vllm.LLM` on this rank; those of `--vllm` come last and win."""
+    """Collect the options of `vllm.LLM` on this rank; options in `--vllm` override them."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    # Responses that one engine gets at a time; an evaluation has no groups.
+    # Responses that all engines get together; a program that evaluates has no groups.
     rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
     longest = args.max_prompt_tokens + args.max_new_tokens
     options = {
         "model": str(EMBEDDED.get(args.model, args.model)),
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "dtype": torch.float32 if precision == "float32" else torch.bfloat16,
-        "distributed_executor_backend": "external_launcher",  # these ranks are the workers
+        "distributed_executor_backend": "external_launcher",  # our ranks are vLLM's workers
         "tensor_parallel_size": ranks,
-        # Memory reserved for more rows would be taken from the KV cache.
+        # Not more rows than needed, because the KV cache would lose the memory reserved for them.
         "max_num_seqs": min(1024, rows * ranks // world.size),
         "seed": (args.seed * 100_003 + world.rank // ranks) % 2**32,
         "max_model_len": min(longest, lm.config.max_position_embeddings),
         "logprobs_mode": "processed_logprobs",  # after temperature; the default is before it
         "use_tqdm_on_load": False,
-        "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
+        "generation_config": "vllm",  # ignore top-p, top-k and penalties of the model's own file
     }
     gpu = world.device.type == "cuda"
     if precision == "float8":
         if not gpu or torch.cuda.get_device_capability(world.device) < (8, 9):
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
-        # Triton's experts: others leave CUDA graphs stale after a push. The router stays as it is.
+        # Other kernels for experts leave CUDA graphs stale after a push. Routers stay unrounded.
         options["quantization"] = "fp8_per_channel"
         options["moe_backend"] = "triton"
         options["quantization_config"] = {"ignore": [r"re:.*\.mlp\.gate$"]}
     if gpu:
         options["gpu_memory_utilization"] = args.vllm_memory
         options["enable_sleep_mode"] = args.vllm_sleep
-        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_product
-        if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
+        options["hf_overrides"] = {"head_dtype": "float32"}  # as in the trainer: see head_product
+        if ranks > 1:  # it shares addresses, which expandable segments (common/__init__) lack
             options["disable_custom_all_reduce"] = True
-        # Only on request, for it slows vLLM: experts are copied at every step, and no batch may be
-        # scheduled ahead (it would outlive the cache's reset).
+        # Only on request, because it slows vLLM: experts are copied at every step, and no batch may
+        # be scheduled ahead, as it would outlive the reset of the cache.
         if record_experts and not why_not_replayed(lm) and ranks == 1:
             options["enable_return_routed_experts"] = True
             options["async_scheduling"] = False
@@ -222,23 +222,23 @@ def vllm_options(
 
 
 def checkpoint_tensors(policy: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`full_parameters` by the names and shapes of published checkpoints, which vLLM reads.
+    """Yield `full_parameters` with the names and shapes of published checkpoints, for vLLM.
 
-    transformers stacks a layer's experts, for example; it undoes this when it saves a model.
+    transformers stacks a layer's experts, for example, and undoes this when it saves a model.
     """
     for name, full in full_parameters(policy, dtype):
         yield from revert_weight_conversion(policy.lm, {name: full}).items()
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Make vLLM's weights NaN: `forgotten` then finds those that a push did not reach. (vLLM's own
-    warnings appear after right pushes, too.) A float8 matrix is found by its float32 scale."""
+    """Fill vLLM's weights with NaN, so that `forgotten` finds those that a push did not reach: vLLM
+    warns after correct pushes, too. A float8 matrix is found by its float32 scale."""
     for weight in model.parameters():
         if weight.element_size() > 1:
             weight.data.fill_(torch.nan)
 
 
 def forgotten(model: torch.nn.Module) -> set[str]:
-    """The names of vLLM's weights that hold a NaN."""
+    """List the names of vLLM's weights that hold a NaN."""
     wide = [pair for pair in model.named_parameters() if pair[1].element_size() > 1]
     return {name for name, weight in wide if weight.isnan().any()}

@@ -1,6 +1,6 @@
-"""Which text of a response is its final answer, and how it is written.
+"""Which text of a response is its final answer, in one spelling. Whether it is right: equality.py.
 
-Here and in equality.py a rule that could turn a wrong answer into a right one is no rule.
+No rule, here or in equality.py, may turn a wrong answer into a right one.
 """
 
 import json
@@ -9,30 +9,29 @@ import unicodedata
 from functools import lru_cache
 from pathlib import Path
 
-LONGEST = 1000  # characters: a longer answer is none, which bounds all work on it
-# A box and its brace, or what a box without braces holds
+LONGEST = 1000  # characters; longer answers are rejected, so that grading takes bounded time
+# A box and its brace, or the content of a box without braces
 BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
-# "Answer: ", "the final answer is ", in one clause; "#### 7", but no heading ("#### 3. Total")
+# "Answer: " or "the final answer is " in one clause; "#### 7", but no heading ("#### 3. Total").
 NAMED = r"(?<!to )(?:answer|option|答案)(?:[^\n.,;\d]{,40}?(?:\bis\b|[是为:：])|\W{,5}?[=\n])"
 LABEL = rf"(?i:{NAMED}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:：\s])"
-# To its end, or to the end of a displayed formula
+# Up to the end of the sentence; it does not end inside a displayed formula.
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
-# Words are what separates the formulas of a sentence, but for those that belong to a number.
+# Words separate the formulas of a sentence, except for words that belong to a number.
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
-# Where an answer ends: ", since 5 + 7 = 12"
+# An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
-# A number, or the letter of an option
+# A number, or the letter of an option.
 NAMES_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
 
 
-@lru_cache(1)  # a worker needs it twice
+@lru_cache(1)  # a worker calls it twice for each response
 def final_answer(response: str) -> str:
-    """The text that a response names last as its answer, as `written`; "" if it names none.
+    """Return the text that a response gives last as its answer, as `written`; "" if it gives none.
 
-    In this order: the last box, what stands in an <answer> tag, what follows "answer is", the last
-    number. A thought, <think>...</think>, names nothing, and if it is never closed neither does the
-    response.
+    It looks for the last box, an <answer> tag, text after "answer is", and the last number, in this
+    order. A thought, <think>...</think>, gives no answer, nor does a response that never closes it.
     """
     said = response.rpartition("</think>")[2]
     answer = "" if "<think>" in said else marked(said)
@@ -42,7 +41,7 @@ def final_answer(response: str) -> str:
 
 
 def marked(text: str) -> str | None:
-    """What the last box, <answer> tag or label of a text names; None without any."""
+    """Return what the last box, <answer> tag or label of a text holds; None if it has no mark."""
     _, tag, text = text.rpartition("<answer>")
     answer = last_box(text)
     if answer is None and tag:
@@ -56,7 +55,8 @@ def marked(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last box that has any; "" if it never closes, None without a box."""
+    """Return the content of the last box that is not empty; "" if that never closes, None if there
+    is no box."""
     for box in reversed(list(re.finditer(BOX, text))):
         content = box[1]
         if content == "{":
@@ -74,8 +74,8 @@ def last_box(text: str) -> str | None:
 
 
 def last_number(text: str) -> str:
-    """The last part between words that names a number or an option, of a text's last 20 lines that
-    may hold one; "" without any."""
+    """Return the last part between words that has a number or an option, or "". Only the last 20
+    lines that may have one are read."""
     lines = [line for line in text.split("\n") if NAMES_ONE.search(line)]
     for line in reversed(lines[-20:]):
         line = written(line)
@@ -89,16 +89,16 @@ def last_number(text: str) -> str:
 TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
 SYMBOLS = str.maketrans(TABLES["symbols"])
 NAMES, FACTORS = TABLES["names"], TABLES["factors"]
-SPELLINGS = [  # (what is replaced, by what), in this order
-    # 10⁻⁸, which is 10^{-}^{8} by now
+SPELLINGS = [  # (pattern, replacement), applied in this order
+    # 10⁻⁸, which the steps before this list have turned into 10^{-}^{8}
     (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
-    # An array in brackets is a matrix; the rows of a system are a list, where & only aligns them.
+    # An array in brackets is a matrix. The rows of a system are a list, which & only aligns.
     (r"([(\[|] ?\\begin\{)array\} ?\{[^{}]*\}(.*?\\end\{)array\}", r"\1matrix}\2matrix}"),
     (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),
     (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
     (r"\s*,?\s*&?\s*=\s*&?", " = "),
     (r"\\left\\\{(?=.*\\right\.)|\\right\.|\\!|\\(?:(?:text)?color|hspace)\s*\{[^{}]*\}", ""),
-    # One $ before a number is a currency; the others stand around formulas.
+    # A single $ before a number is a currency; others surround formulas.
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
     (r"(?<!\\)(?:\$|\\[\[\](),;: ])|~|\\q?quad(?![A-Za-z])", " "),
     (r"\\(?:text|mbox|math)(?:rm|bf|it|sf|cal)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
@@ -128,7 +128,7 @@ SPELLINGS = [  # (what is replaced, by what), in this order
 
 
 def written(text: str) -> str:
-    """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
+    """Rewrite a text in one spelling, LaTeX in ASCII without marks at its edges, of equal value."""
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:

@@ -13,24 +13,24 @@ from common.tasks.answers import TABLES
 
 UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
 KNOWN = "|".join(map(re.escape, UNIT_OF))
-# A word that changes the value before it (million, or more) is no noun.
+# A word that changes the value before it (million, "or more") does not count as a unit.
 CHANGES = rf"(?i:[^\W\d_]*(?:{TABLES['changes']})|(?:{TABLES['changing words']})(?![^\W\d_]))"
 LETTERS = r"(?<=[\s/-])(?=[A-Za-z]*[aeiou])[A-Za-z]{3,}|[^\W\d_]*[^\x00-\x7f\W\d_][^\W\d_]*"
 NAME = rf"((?:{KNOWN})s?(?![A-Za-z])|(?!{CHANGES})(?:{LETTERS}))(?:\s*\^\s*\{{?(-?\d)\}}?)?"
 # "/" or "per", a name, its power
 FACTOR = rf"\s*(?:\\cdot|(?<=[a-z])-)?\s*(/|per\s|)\s*(?:(?:{TABLES['prepositions']})\s+)*{NAME}"
-# Behind a value; one letter (5 m) only after a space. Or the base of a numeral
+# A unit after a value, of one letter (5 m) only after a space; or the base of a numeral.
 UNIT = re.compile(rf"(?<=[\d}})\s.])\s*(?!(?<!\s)[A-Za-z]\b)((?:{FACTOR})++|_\{{?\d+\}}?)$")
 PERCENT = Counter({"%": 1})
-# A value, the place of its last decimal (0 without decimals), and how many digits were written
+# A value, the place of its last decimal (0 without decimals), and how many digits were written.
 Number = namedtuple("Number", "value place digits", defaults=(0, 0))
 # 1,234.5 and 1.6 \times 10^{-19}
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|[1-9]\d?(?:,\d\d)+,\d{3}|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
 OPTION = re.compile(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # (C), C. five
-# Compared as texts only: words, times, ratios of three, derivatives, what dots stand for; dates and
-# scores (3-2), formulas and labels (CO2), which are no sums and products
+# Compared only as texts: words, times, ratios of three, derivatives, and what has dots; dates,
+# scores (3-2), formulas and labels (CO2), because they are not sums or products.
 LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
 TEXT_ONLY = rf"{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
@@ -38,7 +38,7 @@ CASED = ConversionConfig(lowercase_symbols=False)
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two written texts are equal: as texts, numbers with units, or expressions."""
+    """Tell whether two written texts are equal as texts, numbers with units, or expressions."""
     option = OPTION.fullmatch(answer)
     if as_text(gold) == as_text(answer) or (option and option[1] == gold.strip("()")):
         return True
@@ -46,7 +46,7 @@ def equal(gold: str, answer: str) -> bool:
     said, said_unit = quantity(answer)
     if value != gold or said != answer:
         differ = unit and said_unit and unit != said_unit
-        # 50% is 0.5, and 50; but for a reference like 0.5 or \frac12 it is 0.5 only.
+        # 50% equals 0.5 and also 50, but if the reference is small (0.5, \frac12) only 0.5.
         share = rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
         said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
         small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
@@ -57,8 +57,8 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def quantity(text: str) -> tuple[str, Counter | str]:
-    """The value of a written text and its unit: the base of a numeral, or names with their powers.
-    Any noun is one (5 apples). A variable (5x, 5 n) is none, nor is what changes the value."""
+    """Split a written text into its value and its unit: names with powers, or a numeral's base.
+    Any noun is a unit (5 apples), but not a variable (5x, 5 n) or a word that changes the value."""
     match = UNIT.search(text)
     if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
         return text, ""
@@ -75,22 +75,22 @@ def quantity(text: str) -> tuple[str, Counter | str]:
 
 
 def as_text(text: str) -> str:
-    """A text without its spaces, except between digits, and without the capitals of its words."""
+    """Remove spaces, except between digits, and put words in lower case."""
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
 def close(gold: Number, answer: Number) -> bool:
-    """Equal, or equal in the digits of the less exact one, with a relative error of at most 1e-6.
+    """Tell whether two numbers agree in the digits of the less exact one, and to a relative 1e-6.
 
-    Only the reference may be coarser: with five digits, or with three if the answer is no finite
-    decimal.
+    Only the reference may be coarser, if it has five digits, or three when the answer is not a
+    finite decimal.
     """
     gap = abs(gold.value - answer.value)
     below = answer.value.denominator
-    # A decimal ends if its denominator divides a power of ten. Of an irrational value no digits
-    # were written.
+    # A decimal ends if its denominator divides a power of ten. `digits` is 0 if none were written,
+    # as for irrational values.
     endless = pow(10, below.bit_length(), below) != 0 or (answer.place and not answer.digits)
     if gold.digits >= (3 if endless else 5) and answer.place < gold.place:
         return 2 * gap <= gold.place
@@ -98,25 +98,25 @@ def close(gold: Number, answer: Number) -> bool:
 
 
 def expression_of(text: str) -> object:
-    """A written text as a Number or a sympy object; raises if it cannot be read."""
+    """Read a written text as a Number or a sympy object; raise if that is impossible."""
     match = PLAIN.fullmatch(text)
     if match:
         power = int(match[3] or match[4] or 0)
         whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")
         value = Fraction(f"{match[1]}{whole}{point}{decimals}e{power}")
         place = Fraction(10) ** (power - len(decimals)) if decimals else 0
-        # A power of ten tells as much of rounding as two digits do.
+        # A power of ten says as much about rounding as two digits do.
         return Number(value, place, len((whole + decimals).lstrip("0")) + 2 * (power != 0))
-    # Not math-verify's `parse`, which takes A for a. What bounds this is the worker's alarm.
+    # Not math-verify's `parse`, which takes A for a. The worker's alarm bounds its time.
     return latex2sympy(text, None, not should_treat_as_complex(text), False, SPELLING, CASED)
 
 
 def value_of(tree: object) -> Number | None:
-    """The value of an expression: exact if it is rational, else 30 digits; None if not real."""
+    """Compute an expression's value: exact if it is rational, else 30 digits; None if not real."""
     if isinstance(tree, Number):
         return tree
     rough = tree.evalf(30) if isinstance(tree, sympy.Expr) else sympy.nan
-    # Before anything is computed exactly: at most 10,000 digits before or behind the point
+    # Before computing exactly, refuse more than 10,000 digits before or after the point.
     if not rough.is_Number or not rough.is_finite or re.search(r"e[-+]\d{5}", str(rough)):
         return None
     exact = tree.doit()
@@ -127,7 +127,7 @@ def value_of(tree: object) -> Number | None:
 
 
 def same(gold: object, answer: object) -> bool:
-    """Whether two expressions are equal: by their values at some points, else by math-verify."""
+    """Tell whether two expressions are equal: by their values, if real, else by math-verify."""
     (left, right), (answer_left, answer_right) = sides(gold, answer), sides(answer, gold)
     if left == answer_left or "" in (left, answer_left):
         gold, answer = right, answer_right
@@ -137,13 +137,13 @@ def same(gold: object, answer: object) -> bool:
     if number or answer_number:
         return bool(number and answer_number) and close(number, answer_number)
     gold, answer = fitted(gold, answer), fitted(answer, gold)
-    # 12 decimals must agree, also in lists, and not 6.
+    # 12 decimals must agree, also in lists; the default is 6.
     return verify(gold, answer, 12, allow_set_relation_comp=True, timeout_seconds=None)
 
 
 def sides(tree: object, other: object) -> tuple[object, object]:
-    """x and 3 of x = 3 and of x = 6/2 = 3; "" and the tree if it is no equation; 2x and None of
-    2x = 6 or ln x = 3, which names no value, if the other is no equation."""
+    """Split an equation: x = 3 and x = 6/2 = 3 give x and 3. Any other tree gives "" and itself.
+    2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation."""
     if not is_equation(tree):
         return "", tree
     left = take_first_relation(tree).lhs
@@ -153,7 +153,7 @@ def sides(tree: object, other: object) -> tuple[object, object]:
 
 
 def fitted(tree: object, other: object) -> object:
-    """A list or column as a pair if the other is one, x before y; x < 2 or x > 3 as a union."""
+    """Fit a tree to the other: a list or column as a pair, x before y; x < 2 or x > 3 a union."""
     if isinstance(tree, sympy.MatrixBase) and tree.cols == 1 and isinstance(other, sympy.Tuple):
         return sympy.Tuple(*tree)
     parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []

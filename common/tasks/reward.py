@@ -1,11 +1,10 @@
 """Verifiers: math-verify for mathematics, or the `reward` of a task file, in bounded processes.
 
 math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. So
-each answer is scored in a worker process under bounds that the kernel enforces: an alarm ends the
-worker even in the middle of C code (a Python-level time-out would not, and math-verify's own, based
-on signals, silently fails when called from a thread). `python -m common.tasks.reward` is that
-worker: it reads numbered questions and writes numbered verdicts, each a line of JSON. It imports no
-torch.
+each answer is scored in a worker process under bounds that the kernel enforces. Its alarm ends the
+worker even in the middle of C code. A time-out in Python would not, and math-verify's own, which
+uses signals, silently fails in a thread. `python -m common.tasks.reward` is that worker: it reads
+numbered questions and writes numbered verdicts, each as a line of JSON. It does not import torch.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from types import ModuleType
 from common.cli import BadInput, RunStopped, blame, say
 from common.tasks.answers import final_answer, marked, written
 
-SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
+SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
 TASK_FILE = re.compile(r"(.+\.py)(?::([^/]*))?")  # FILE.py or FILE.py:NAME
-START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
+START = 120.0  # seconds in which a worker must start: disks may be slow, but a hang must end
 
 
 def reward(completion: str, reference: str) -> float:
-    """1.0 where the completion's final answer equals the reference, else 0."""
-    from common.tasks.equality import equal  # slow to import; workers of a task file do not need it
+    """Return 1.0 if the completion's final answer equals the reference, else 0.0."""
+    from common.tasks.equality import equal  # slow to import, and not needed for a task file
 
     answer = final_answer(completion)
-    gold = marked(reference)  # it may be marked like an answer
+    gold = marked(reference)  # the reference may also have a box or a label
     return float(bool(answer) and equal(written(reference if gold is None else gold), answer))
 
 
 def read_task_file(spec: str) -> str:
-    """The text of the task file FILE.py or FILE.py:NAME."""
+    """Read the text of the task file FILE.py or FILE.py:NAME."""
     path = Path(TASK_FILE.fullmatch(spec)[1])
     if not path.is_file():
         raise BadInput(f"--task {spec}: no such file")
@@ -57,14 +56,14 @@ def read_task_file(spec: str) -> str:
 
 
 def load_task_file(spec: str, source: str = "") -> object:
-    """FILE.py as a module, or for FILE.py:NAME the object of that name in it.
+    """Load FILE.py as a module; for FILE.py:NAME, return the object of that name in it.
 
-    `source` is the file's text, if it was read before.
+    `source` is the file's text, if it has been read already.
     """
     file, name = TASK_FILE.fullmatch(spec).groups()
     file = os.path.abspath(file)
-    sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
-    module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would ask for a package
+    sys.path.append(os.path.dirname(file))  # last, so that a file beside it shadows no library
+    module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would mean a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
     exec(compile(source or read_task_file(spec), file, "exec", dont_inherit=True), vars(module))
@@ -74,13 +73,13 @@ def load_task_file(spec: str, source: str = "") -> object:
 
 
 def digest(rows: list) -> str:
-    """SHA-256 of what JSON can hold."""
+    """Return the SHA-256 of the rows as JSON."""
     return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
 
 
 def fingerprint(spec: str, source: str, task: object, last: int = 0) -> str:
-    """Of a task file's text and some of its problems. These differ between processes if they depend
-    on chance, or on the order of a set. Also tries the `last` problem of a run."""
+    """Hash a task file's text and some of its problems, and try a run's `last` problem. Hashes of
+    two processes differ if the problems depend on chance, or on the order of a set."""
     try:
         task.train(last)
         return digest([source, task.held_out[:8], [task.train(number) for number in range(8)]])
@@ -91,43 +90,43 @@ def fingerprint(spec: str, source: str, task: object, last: int = 0) -> str:
 
 @dataclass(eq=False)
 class Verifier:
-    """Scores completions in worker processes: by math-verify, or by the `reward` of a task file.
+    """A verifier that scores completions in worker processes.
 
-    `spec` is the task file, FILE.py or FILE.py:NAME, or "" for math-verify. An answer on which the
-    function fails, or that breaks the bounds of `seconds` and `memory` (bytes), earns 0. `killed`
-    counts these (but not math-verify's own errors, which wrong answers cause), `failure` describes
-    the first, and `works` is True once an answer was scored.
+    `spec` is the task file, FILE.py or FILE.py:NAME, or "" for math-verify. An answer earns 0 if
+    the function fails on it, or if it breaks the bounds of `seconds` and `memory` (bytes). `killed`
+    counts such answers, but not math-verify's own errors, which wrong answers cause. `failure`
+    describes the first one, and `works` is True once an answer was scored.
     """
 
     spec: str = ""
     workers: int = 0  # 0: one for each core, at most 8
     seconds: float = SECONDS
     memory: int = MEMORY
-    function: str = "reward"  # or "reply", of a task file with a tool: see `ask`
-    problems: str = ""  # the `fingerprint` of the file, to which the workers must come, too
+    function: str = "reward"  # or "reply", in a task file with a tool: see `ask`
+    problems: str = ""  # the `fingerprint` of the file, which the workers must also find
 
     def __post_init__(self):
         self.killed = 0
         self.failure = ""
         self.works = False
-        self.answers = {}  # completions of the last call -> their final answers
-        # Workers that start later get the same text, even if the file is edited during the run.
+        self.answers = {}  # completion of the last call -> its final answer
+        # Keep the text: workers that start later get the same, even if the file was edited.
         self.source = read_task_file(self.spec) if self.spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.question_numbers = itertools.count()
         self.threads = ThreadPoolExecutor(self.workers or min(8, max(1, cores)))
-        self.thread = threading.local()  # of each thread: its worker, started when first needed
+        self.thread = threading.local()  # each thread's worker, started when it is first needed
 
     def __call__(self, completions: list[str], references: list) -> list[float]:
-        """A score for each completion, given its reference."""
+        """Score each completion against its reference."""
         return [score for score, _ in self.ask(completions, references)]
 
     def final_answers(self, completions: list[str]) -> list[str]:
-        """The final answers of completions of the last call, which came with their scores."""
+        """Return the final answers of completions that the last call scored."""
         return [self.answers[completion] for completion in completions]
 
     def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
-        """The scores, or what `reply` returned, each with "" or a description of what failed."""
+        """Return the scores, or what `reply` returned, each with "" or what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
         failures = [failure for _, failure, _ in verdicts if failure]
         if failures and self.spec and not self.failure:
@@ -140,27 +139,27 @@ class Verifier:
         return [(score, failure) for score, failure, _ in verdicts]
 
     def take_killed(self) -> int:
-        """How many answers failed since the last call."""
+        """Return how many answers have failed since the last call, and reset the count."""
         killed = self.killed
         self.killed = 0
         return killed
 
     def _score(self, completion: str, reference: object) -> tuple[float | str | None, str, str]:
-        """The score of one completion, "" or a description of what failed, its final answer."""
+        """Score one completion; return its score, what failed (or ""), and its final answer."""
         worker = getattr(self.thread, "worker", None)
         if worker is None or worker.process.poll() is not None:
             worker = Worker(self)
             self.thread.worker = worker
         number = next(self.question_numbers)
-        # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
+        # Wait twice the worker's own bound, in case the function has turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
-        # The errors of a line that is not [number, score, failure, answer]
+        # These errors come from a line that is not [number, score, failure, answer].
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             answered, score, failure, answer = json.loads(line)
             if answered == number:
                 return score, failure, answer
-        # No line, or one that is no verdict on this answer. Later lines of this worker could also
-        # be about another answer, so it ends here; the next answer gets a new one.
+        # There was no line, or not a verdict on this answer. Later lines of this worker could then
+        # belong to other answers, so it ends here, and the next answer gets a new worker.
         code = worker.end()
         if line:
             return 0.0, "something else wrote into the worker's channel", ""
@@ -171,7 +170,7 @@ class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
     def __init__(self, of: Verifier):
-        # -P: without the current folder, which may hold a json.py or another `common`.
+        # -P leaves out the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.tasks.reward"]
         words += [of.spec, str(of.seconds), str(int(of.memory)), of.function]
         self.channel, workers_end = socket.socketpair()
@@ -181,7 +180,7 @@ class Worker:
             stdin=workers_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the trainer's: it finishes its step first
+            start_new_session=True,  # Ctrl-C must reach only the trainer, which finishes its step
         )
         workers_end.close()  # the channel closes when the worker ends
         line = self.ask([of.source, of.problems], START)
@@ -191,13 +190,13 @@ class Worker:
             raise RunStopped(f"the verifier {of.spec or 'math-verify'} does not start ({reason})")
 
     def ask(self, question: object, seconds: float) -> str:
-        """The worker's next line, or "" if none comes within `seconds`.
+        """Send a question and return the worker's next line, or "" if none comes in `seconds`.
 
         This process keeps the deadline itself. Waiting for the channel to close could last for
-        ever: a process that the worker has forked may hold it open.
+        ever, because a process that the worker has forked may hold it open.
         """
         received, deadline = b"", time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # closed, or out of time
+        with contextlib.suppress(OSError):  # the channel is closed, or the time is up
             self.channel.settimeout(seconds)
             self.channel.sendall(json.dumps(question).encode() + b"\n")
             while part := self.channel.recv(2**16):
@@ -208,7 +207,7 @@ class Worker:
         return ""
 
     def end(self) -> int:
-        """Kill the worker and what it has forked; returns its exit code."""
+        """Kill the worker and what it has forked; return its exit code."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.channel.close()
@@ -216,11 +215,11 @@ class Worker:
 
 
 def work(spec: str, seconds: str, memory: str, name: str) -> None:
-    """The worker: answers each line [number, completion, reference] with [number, score, failure,
-    final answer], until the channel, which is its stdin, closes."""
+    """Run the worker: answer each line [number, completion, reference] with [number, score,
+    failure, final answer], until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
     verdicts = os.fdopen(os.dup(0), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read questions
     source, problems = json.loads(questions.readline())
     try:
         task = load_task_file(spec, source) if spec else None
@@ -236,7 +235,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
     print("ready", file=verdicts, flush=True)
     own_process = os.getpid()
     for line in questions:
-        # When the alarm rings the kernel ends this process, even if the trainer is gone.
+        # When the alarm rings, the kernel ends this process, even if the trainer is gone.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         number, completion, reference = json.loads(line)
         points, failure, answer = 0.0, "", ""
@@ -251,28 +250,28 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
                 if math.isnan(result) or abs(result) > 1e30:
                     raise ValueError(f"{result} is no reward")
             points = result
-        except BaseException as error:  # MemoryError, RecursionError and SystemExit included
-            # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
+        except BaseException as error:  # also MemoryError, RecursionError and SystemExit
+            # math-verify raises on many texts. Then the answer is wrong, but nothing has failed.
             failure = describe(error) if spec else ""
-        if os.getpid() != own_process:  # a fork that came back would take the next question
+        if os.getpid() != own_process:  # a fork that returned here would take the next question
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        with contextlib.suppress(BrokenPipeError):  # the trainer was killed meanwhile
+        with contextlib.suppress(BrokenPipeError):  # the trainer has been killed
             print(json.dumps([number, points, failure, answer]), file=verdicts, flush=True)
-    os.killpg(0, signal.SIGKILL)  # the run is over: ends what rewards have left behind
+    os.killpg(0, signal.SIGKILL)  # the run is over; end what reward functions have left behind
 
 
 def bound_memory(most: int) -> None:
-    """Bound this process to `most` bytes beyond what it has now; no core dumps."""
+    """Let this process take at most `most` more bytes than now, and write no core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such bound
+    with contextlib.suppress(ValueError, OSError):  # macOS cannot bound memory
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         most += pages * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def describe(error: BaseException) -> str:
-    """An error's kind and message, after the line of the task file where it happened."""
+    """Describe an error: the task file's line where it happened, its kind and its message."""
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
     lines = [one for one in frames if one.filename == frames[0].filename]
     place = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: " if lines else ""

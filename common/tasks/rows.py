@@ -1,6 +1,6 @@
-"""Rows of sets: prompts and reference answers, out of local files and the sets of hub.json.
+"""Prompts and reference answers, as rows of local files and of the data sets in hub.json.
 
-A row that would be trained on wrongly without anybody noticing is refused, by its file and number.
+A row that would silently be trained on wrongly is refused, with its file and number.
 """
 
 import json
@@ -23,12 +23,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Columns(NamedTuple):
-    """Where a set is on the hub ("": in a file), its columns, and its splits ("": it has none)."""
+    """Where a data set is on the hub ("" for a file), its columns, and its splits ("" for none)."""
 
     path: str
     prompt: str
     answer: str
-    extract: str = ""  # how the reference is read out of the answer's column
+    extract: str = ""  # how to read the reference out of the answer column
     train: str = ""
     test: str = ""
     config: str | None = None
@@ -39,24 +39,24 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
+    """Read the last \\boxed of a MATH solution; "" if it is empty, as in one row."""
     _, box, rest = solution.rpartition("\\boxed")
-    return last_box(box + rest) or ""  # not of an earlier box, which would be a wrong reference
+    return last_box(box + rest) or ""  # an earlier box would be a wrong reference
 
 
 def after_hashes(solution: str) -> str:
-    """GSM8K: the number after `####`, without thousands separators."""
+    """Read the number after `####` of a GSM8K solution, without thousands separators."""
     return solution.partition("####")[2].partition("\n")[0].replace(",", "")
 
 
 def listed(answers: str | list[str]) -> str:
-    """OlympiadBench: a final answer or a list of them, often between dollar signs."""
+    """Join OlympiadBench's final answer, or list of them, without the usual dollar signs."""
     text = answers if isinstance(answers, str) else ", ".join(answers)
     return re.sub(r"(?<!\\)\$", "", text)
 
 
 def without_zeros(answer: object) -> str:
-    """AIME: 25 for 025; one answer is 336^\\circ."""
+    """Drop the zeros before an AIME answer: 025 becomes 25. One answer is 336^\\circ."""
     return as_text(answer).lstrip("0") or "0"
 
 
@@ -76,18 +76,18 @@ def rows_of(
     answer_column: str = "answer",
     firsts: list | None = None,
 ) -> list[Row]:
-    """The rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a file
-    with the columns of a hub set (`gsm8k:my.jsonl`).
+    """Read the rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a
+    file with the columns of a hub set (`gsm8k:my.jsonl`).
 
-    `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
-    A set's row whose solution has no answer is left out. To `firsts` the first prompt of each kind
-    is added, with its place (see `kind_of`).
+    `split` is "train" or "test". A file, and a set without a test split, give all rows for both.
+    A hub set's row whose solution has no answer is left out. The first prompt of each kind
+    (`kind_of`) is added to `firsts`, with its place.
     """
     name, _, file = spec.partition(":")
     columns = HUB.get(name, Columns("", prompt_column, answer_column))
     path = Path(file if name in HUB else spec)
     rows, kinds = [], {}
-    unanswered = []  # numbers of rows
+    unanswered = []  # row numbers
     for number, row in hub_rows(name, split) if spec in HUB else file_rows(path):
         entries = flat(row)
         if {columns.prompt, columns.answer} - entries.keys():
@@ -112,7 +112,7 @@ def rows_of(
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:
-    """A row's entries that are not null; those of a dict in it by `reward_model.ground_truth`."""
+    """Collect a row's entries that are not null; nested ones as in `reward_model.ground_truth`."""
     entries = {}
     for name, value in row.items():
         if isinstance(value, dict):
@@ -123,7 +123,7 @@ def flat(row: dict, path: str = "") -> dict[str, object]:
 
 
 def as_prompt(prompt: object) -> Prompt:
-    """A text or chat messages, in which something is asked; else a ValueError."""
+    """Check that a prompt is a text or chat messages that ask something; else raise ValueError."""
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
@@ -131,35 +131,35 @@ def as_prompt(prompt: object) -> Prompt:
             needs = f"a message needs a content (a text) and a role ({', '.join(ROLES)})"
             needs += "; rename ShareGPT's from, value and human"
             raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
-        turn["content"].encode()  # half an emoji: no tokenizer can read it
+        turn["content"].encode()  # raises on half an emoji, which no tokenizer can read
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
 
 
 def kind_of(prompt: Prompt) -> str:
-    """By what a chat template refuses prompts: a text, or the roles and keys of messages."""
+    """Name what a chat template may refuse in a prompt: the roles and keys of its messages."""
     turns = prompt if isinstance(prompt, list) else []
     return str([(turn["role"], sorted(turn)) for turn in turns])
 
 
 def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. Else a ValueError."""
+    """Write a reference as text, AMC's 27.0 as 27 and 0.00001 not as 1e-05; else ValueError."""
     if isinstance(answer, float | np.floating) and math.isfinite(answer):
         answer = np.format_float_positional(answer, trim="-")
     elif isinstance(answer, int | np.integer | Decimal):
         answer = str(answer)
     text = answer.strip() if isinstance(answer, str) else ""
-    if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
+    if not text or text.startswith(('{"', "{'")):  # CSV files write a dict with single quotes
         raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
     return text
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a .jsonl or .parquet file, each with its number from 1.
+    """Yield the rows of a .jsonl or .parquet file, each with its number from 1.
 
-    Not by `datasets.load_dataset("json")`: it takes seconds, counts from 0 without empty lines,
-    and makes 7 of "007" where another row of the column has a number.
+    Why not `datasets.load_dataset("json")`? It takes seconds, counts from 0 without empty lines,
+    and turns "007" into 7 if another row of the column has a number.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         known = f"arithmetic, a .py, .jsonl or .parquet file, or one of {', '.join(HUB)}"
@@ -175,7 +175,7 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            # iconv converts the encoding, jq writes the rows of an array as lines.
+            # iconv converts the encoding, and jq writes the rows of an array as lines.
             with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
                 row = json.loads(line.decode("utf-8-sig"))
                 if not isinstance(row, dict):
@@ -184,7 +184,7 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
-    """The rows of a set on the hub, each with its number from 1."""
+    """Yield the rows of a data set on the hub, each with its number from 1."""
     import datasets
 
     columns = HUB[name]

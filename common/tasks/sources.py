@@ -1,8 +1,8 @@
-"""Where rows come from: the embedded arithmetic, a task file, or a set, with what scores them.
+"""Where rows come from: the embedded arithmetic, a task file, or a data set, with its verifier.
 
-`train` is a pure function: `train(i)` is the i-th row of this seed's endless stream. The data
-cursor is therefore one integer, the same for any number of ranks, and a resumed run sees the
-problems that the uninterrupted one would have seen.
+`train` is a pure function: `train(i)` is the i-th row of this seed's endless stream. The position
+in the data is therefore one integer, the same for any number of ranks, and a resumed run sees the
+problems that the uninterrupted run would have seen.
 """
 
 import json
@@ -27,23 +27,23 @@ Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
 @dataclass
 class Source:
-    """Rows for training and for evaluation, before their prompts become tokens. For the fields with
-    a default see `Task`."""
+    """Rows for training and evaluation, before their prompts become tokens. `Task` explains the
+    fields with a default."""
 
     train: Callable[[int], Row]
     held_out: list[Row]
     verifier: Score
-    instruction: str | None  # appended to every text; None: prompts as they are, see `encode`
+    instruction: str | None  # appended to every text; None leaves prompts as they are (`encode`)
     fingerprint: str = ""
     final: Callable[[list[str]], list[str]] | None = None
     reply: Tool | None = None
     reply_error: str = ""
-    # One prompt of each kind, with its place: what the tokenizer cannot write is refused at once
+    # One prompt of each kind, with its place, to refuse at once what the tokenizer cannot write.
     firsts: list[tuple[Prompt, str]] = field(default_factory=list)
 
 
 def source_for(args: Flags, has_template: bool) -> Source:
-    """The source that `--task` names; `has_template`: the tokenizer has a chat template."""
+    """Make the source that `--task` names. `has_template`: the tokenizer has a chat template."""
     is_file = bool(TASK_FILE.fullmatch(args.task))
     if args.eval_task and (is_file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
@@ -55,7 +55,7 @@ def source_for(args: Flags, has_template: bool) -> Source:
 
 
 def of_arithmetic(args: Flags) -> Source:
-    """The embedded task, of any kind; its held-out problems are the same for every seed."""
+    """Make the embedded task, of any kind. Its held-out problems are the same for every seed."""
     kind = arithmetic.KINDS[args.task]
 
     def as_row(prompt: str) -> Row:
@@ -76,12 +76,12 @@ def of_arithmetic(args: Flags) -> Source:
 
 
 def of_task_file(args: Flags, has_template: bool) -> Source:
-    """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
+    """Load a custom task, FILE.py or an object in it, FILE.py:NAME (docs/yours.md).
 
-    `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
-    `held_out` has such pairs. `reward(response, reference)`, if there is one, runs in the same
-    bounded workers as math-verify and replaces it. A text prompt goes through the model's chat
-    template, if it has one; else it is taken as it is.
+    `train(i) -> (prompt, reference)` is a pure function of i, where each seed begins at its own i,
+    and `held_out` is a list of such pairs. A `reward(response, reference)` in the file replaces
+    math-verify and runs in the same bounded workers. A text prompt goes through the model's chat
+    template, or is taken as it is if there is no template.
     """
     text = read_task_file(args.task)
     custom = load_task_file(args.task, text)
@@ -96,7 +96,7 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
                 raise TypeError(f"a {type(pair).__name__}")  # a dict's keys would be two texts
             prompt, answer = pair
             answer = answer if own_reward else as_text(answer)
-            json.dumps(answer)  # as it goes to the process that scores
+            json.dumps(answer)  # the worker will get it as JSON
             return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
@@ -115,10 +115,10 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
 
 
 def of_sets(args: Flags) -> Source:
-    """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
+    """Turn a finite data set into an endless stream of seeded shuffles of all its training rows.
 
-    Without a test split, up to a quarter of it is held out. A prompt that is held out is never
-    trained on, in whatever row it stands.
+    Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
+    even if other rows repeat it.
     """
     firsts = []  # see `Source`
     columns = (args.prompt_column, args.answer_column, firsts)
@@ -129,7 +129,7 @@ def of_sets(args: Flags) -> Source:
         test = rows_of(args.eval_task or args.task, "test", *columns)
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
-    held_out = {}  # a prompt's text: its first row
+    held_out = {}  # prompt text -> the first row with it
     for row in shuffled:
         held_out.setdefault(text_of(row), row)
     if not own_test:
@@ -154,6 +154,6 @@ def of_sets(args: Flags) -> Source:
 
 
 def text_of(row: Row) -> str:
-    """A row's prompt, to compare it with others."""
+    """Return a row's prompt as text, to compare it with others."""
     prompt, _ = row
     return str(prompt).strip()

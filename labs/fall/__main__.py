@@ -1,11 +1,11 @@
-"""Why does training fall? One fall, forked: the same weights, one change each.
+"""Why does training fall? One fall is forked: each fork has the same weights and one change.
 
-grpo.py with 16 updates a batch and three times its rate falls. Each fork goes back to the
+grpo.py falls with 16 updates a batch and three times its learning rate. Each fork goes back to the
 checkpoint after step 5 (the fall begins) or 15 (it is under way), changes one thing, and trains
 until step 40. With `--resume --back_to` it keeps Adam's moments, π_ref and the order of the
-prompts. A fork named *loaded* starts a new run with the weights alone: what it changes cannot
-change on resume. It has its own control, `loaded: none`. *Watched* runs begin at step 0 and are
-measured after every update (labs/fall/watch.py).
+prompts. A fork named *loaded* changes what cannot change on resume, so it starts a new run from the
+weights alone, and has its own control, `loaded: none`. *Watched* runs begin at step 0 and are
+measured after some updates of each rollout (labs/fall/watch.py).
 
     python -m labs.fall
 """
@@ -34,8 +34,8 @@ ADAMW = "torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)"
 SPLIT = "rollout.split(args.minibatches)"
 SAME = "none"
 
-# Flags (the last one counts), what becomes of a line of grpo.py, and accuracy at step 40 that we
-# predicted from each of POINTS (commit ed73bcd7)
+# Flags (the last value of a flag wins), a line of grpo.py and what it becomes, and the accuracies
+# at step 40 that we predicted for forks from POINTS (commit ed73bcd7).
 RESUMED = {
     SAME: ("", None, 0.20, 0.20),
     "a third of the rate": ("--lr 3e-4", None, 0.90, 0.70),
@@ -85,7 +85,7 @@ for point in POINTS:
     for name, (command, *_) in LOADED.items():
         file, _, flags = command.partition(" --")
         length, often = STEPS - point, 5
-        if "prompts_per_step 1 " in command:  # as many updates
+        if "prompts_per_step 1 " in command:  # the same number of updates
             length, often = 16 * length, 16 * often
         fork = f"{file} --model FOLDER/{point} --warmup 0 --steps {length} --save_every 1000"
         measure = f"--eval_every {often} --eval_samples 1"
@@ -109,7 +109,7 @@ SHOWN = {  # watched metrics
 }
 BACK = "tokens beyond the limit that an update brings nearer (share)"
 SEEDS = 5
-SHORT = "--steps 17 --eval_problems 256"  # of a quick run, which has the arms of QUICK
+SHORT = "--steps 17 --eval_problems 256"  # for a quick run, which has the arms of QUICK
 some = [SAME, "a third of the rate", f"loaded: {SAME}"]
 QUICK = [*WATCHED, *(f"{point}: {name}" for point in POINTS for name in some)]
 LOCK, PARENTS = Lock(), TemporaryDirectory()
@@ -117,8 +117,8 @@ LOCK, PARENTS = Lock(), TemporaryDirectory()
 
 @cache
 def parent(seed: int) -> Path:
-    """The run that the forks of a seed leave: its folder `run` with checkpoints, and the weights
-    after each of POINTS, in the Hugging Face format."""
+    """Train the run that a seed's forks start from; return a folder with this `run`, and the
+    weights after each of POINTS in the Hugging Face format."""
     folder = Path(PARENTS.name) / str(seed)
     for point in POINTS:
         command = f"grpo.py {FALL} {MEASURE} --steps {point} --save_every 5 --keep 8 --save_hf"
@@ -141,10 +141,10 @@ def before(arm: str, seed: int, folder: Path) -> None:
 
 
 def fork_rows(results: dict) -> list[list[str]]:
-    """Greedy accuracy at the end of each fork, from both points, beside what was predicted."""
+    """Make rows with each fork's greedy accuracy at its end, from both points, and predictions."""
     changes = RESUMED | {f"loaded: {name}": change for name, change in LOADED.items()}
     rows = [["one change", "from step 5", "predicted", "from step 15", "predicted"]]
-    known = [name for name in changes if f"{POINTS[0]}: {name}" in results]  # not all: a quick run
+    known = [name for name in changes if f"{POINTS[0]}: {name}" in results]  # a quick run has few
     for name in known:
         *_, early, late = changes[name]
         row = [name]
@@ -157,13 +157,13 @@ def fork_rows(results: dict) -> list[list[str]]:
 
 
 def at(run: dict, name: str) -> dict[int, float]:
-    """A column's values by step, from step 1 on."""
+    """Return a column's values by step, from step 1 on."""
     return {int(step): value for step, value in zip(run[f"{name}@"], run[name]) if step > 0}
 
 
 def departure(run: dict, calm: list[dict], name: str) -> float:
-    """The step from which on the run is outside of the range of the calm runs at the same step, on
-    one side and until its end; inf: never."""
+    """Find the step from which the run stays above, or below, the range of the calm runs at the
+    same steps until its end; inf if there is none."""
     others, since, side = [at(other, name) for other in calm], np.inf, 0
     for step, value in at(run, name).items():
         there = [other[step] for other in others]
@@ -174,14 +174,14 @@ def departure(run: dict, calm: list[dict], name: str) -> float:
 
 
 def mean_of(run: dict, name: str) -> float:
-    """The mean over the measured updates of all steps. (Before the first one no token is beyond the
-    limit, so there is no `back_1`.)"""
+    """Average over the measured updates of all steps. There is no `back_1`, because before the
+    first update no token is beyond the limit."""
     columns = [f"{name}_{update}" for update in AFTER if f"{name}_{update}" in run]
     return np.mean([np.mean(run[column]) for column in columns])
 
 
 def watched_rows(results: dict) -> list[list[str]]:
-    """Means of the watched runs, and when the fall leaves the range of the calm runs."""
+    """Make rows with means of the watched runs, and when the fall leaves the calm runs' range."""
     rows = [["watched", "the fall", "no clip", "a ninth of the rate", "leaves its range at step"]]
     arms = [results[arm] for arm in WATCHED]
     early = [[{"x": np.mean(run["moved_16"][:3])} for run in runs] for runs in arms]
@@ -222,7 +222,7 @@ def draw(results: dict) -> object:
 
 
 def after_updates(runs: list[dict], name: str) -> tuple[list[int], list[dict]]:
-    """A measure of all steps after the updates of AFTER: the optimiser steps, and the runs."""
+    """Collect a measure after the updates of AFTER: its optimiser steps, and its values by run."""
     steps = [int(step) for step in runs[0][f"{name}_16@"]]
     order = [16 * (step - 1) + update for step in steps for update in AFTER]
     lines = [

@@ -1,17 +1,17 @@
-"""Trains a file in the form of grpo.py, and measures it after updates of a rollout.
+"""Train a file in the form of grpo.py, and measure it after some updates of each rollout.
 
     python -m labs.fall.watch grpo.py --minibatches 16 --lr 9e-4
 
-A line of metrics.jsonl gets these after the updates of AFTER, as `kl_1`, `kl_2`, ...:
+A line of metrics.jsonl gets these numbers after the updates of AFTER, as `kl_1`, `kl_2`, ...:
     kl        KL(π_old ‖ π_θ) over all responses of the rollout, nats per token
     beyond    share of their tokens beyond the clip's limit of 20%, on the side where it acts
-    back      of the tokens that were beyond before this update, the share that are nearer to
-              ratio 1 after it
-    moved     mean |Δ log π| by this update, of the tokens of fresh responses: π_old's to other
-              prompts, on which no update trains
+    back      share of the tokens that were beyond before this update whose ratio is nearer to 1
+              after it
+    moved     mean |Δ log π| by this update on the tokens of fresh responses, which π_old gave to
+              other prompts, and on which no update trains
     length    ‖Δθ‖ of this update
-    grad      the gradient's norm before `--grad_clip`
-and `shows_work`, the share of the rollout's responses with a worked step.
+    grad      gradient norm before `--grad_clip`
+It also gets `shows_work`, the share of the rollout's responses with a worked step.
 """
 
 import argparse
@@ -33,35 +33,35 @@ from labs.stresses import load
 
 AFTER = (1, 2, 4, 8, 16)
 MEASURED = ("kl", "beyond", "back", "moved", "length", "grad")
-FRESH = 32  # other prompts
+FRESH = 32  # number of other prompts
 LIMIT = 0.2
 READ = ("sequences", "prompt_len", "prefix_len", "tokens", "mask", "advantages", "old_logp")
 
 
 class Watch:
-    """Measures a run around its optimiser steps; `watch` hands it what it reads."""
+    """The measurements of a run around its optimiser steps; `watch` passes it what it reads."""
 
     def __init__(self):
-        self.parts, self.line = [], {}  # mini-batches of the rollout; what its line gets
+        self.parts, self.line = [], {}  # the rollout's mini-batches; numbers for its line
         self.updates = 0  # in this rollout
 
     def logp(self, batch: Rollout) -> Tensor:
-        """log π_θ of the batch's tokens `[N, T]`."""
+        """Return log π_θ of the batch's tokens `[N, T]`."""
         return all_logprobs(self.policy, batch, self.run.args, self.run.world).logp
 
     def begin(self) -> None:
-        """Before the first update: join the mini-batches, and let π_old answer other prompts."""
+        """Join the mini-batches before the first update, and let π_old answer other prompts."""
         joined = {name: torch.cat([getattr(part, name) for part in self.parts]) for name in READ}
         self.batch = Rollout(**joined)
         state, args = self.engine.state_dict(), self.run.args
         prompts = [problem.prompt_ids for problem in self.run.task.held_out[:FRESH]]
         self.fresh = self.engine.generate(prompts, 1, args.max_new_tokens, args.temperature)
-        self.engine.load_state_dict(state)  # the run samples as if nobody watched
+        self.engine.load_state_dict(state)  # so the run samples as if it were not watched
         worked = (self.batch.tokens == self.run.task.tokenizer.convert_tokens_to_ids("=")).any(1)
         self.line["shows_work"] = worked.float().mean().item()
 
     def around(self, step: Callable) -> None:
-        """One optimiser step, measured if it is one of AFTER."""
+        """Take one optimiser step, and measure it if it is one of AFTER."""
         self.updates += 1
         if self.updates == 1:
             self.begin()
@@ -81,7 +81,7 @@ class Watch:
         moved = (self.logp(self.fresh) - fresh).abs().sum() / self.fresh.mask.sum()
         pairs = zip(self.policy.parameters(), weights)
         found = {
-            "kl": ((after.exp() - 1 - after) * mask).sum() / tokens,  # k3, of r = π_θ/π_old
+            "kl": ((after.exp() - 1 - after) * mask).sum() / tokens,  # k3 with r = π_θ/π_old
             "beyond": beyond / tokens,
             "moved": moved,
             "length": sum((new.detach() - old).square().sum() for new, old in pairs).sqrt(),

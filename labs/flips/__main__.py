@@ -2,10 +2,10 @@
 
 Responses have 40 tokens; only the first 4 count for the reward. The lab makes the errors by hand
 that a flipped router, a stale sampler or another precision causes: 5% of the log-probs are off by
-±4. The wrong log-prob is π_old (which the trainer computed), or μ (which the sampler reported), or
-both by the same amount, as where a trainer uses the sampler's numbers as π_old. There are 40
-rollouts of 16 groups of 8, with four plain gradient steps on each. DPPO sums over tokens where the
-other losses take means, so its learning rate is divided by their number. All losses have grpo.py's
+±4. The wrong log-prob is π_old (which the trainer computes), or μ (which the sampler reports), or
+both by the same amount, as if a trainer used the sampler's numbers as π_old. There are 40 rollouts
+of 16 groups of 8, with four plain gradient steps on each. DPPO sums over tokens while the other
+losses take means, so its learning rate is divided by the number of tokens. All losses get grpo.py's
 advantages.
 
     python -m labs.flips
@@ -37,8 +37,8 @@ T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
 def measure(arm: str, seed: int) -> dict:
-    """Rollouts until the first 4 are right in half of the responses; at the end their probability
-    and the mean entropy of the other 36."""
+    """Measure the rollouts until the first 4 tokens are right in half of the responses, and at the
+    end their probability and the mean entropy of the other 36."""
     (stem, flags), generator = FILES[ARMS[arm]], torch.Generator().manual_seed(seed)
     module, logits = toy.load(stem), torch.zeros(T, V, dtype=torch.float64)
     logits[:DECIDE, 0] = 0.5
@@ -64,7 +64,7 @@ def measure(arm: str, seed: int) -> dict:
 
 
 def rows(results: dict) -> list[list[str]]:
-    """Each run against the clean run of the same loss and seed."""
+    """Compare each run with the clean run of the same loss and seed."""
     head = "rollouts until success > 1/2", "later than clean", "success at the end"
     table = [["arm", *head, "entropy at the end", "entropy lost to clean"]]
     for arm, runs in results.items():
@@ -94,7 +94,7 @@ def draw(results: dict) -> object:
                 if f"{name}, {how}" not in results:
                     continue
                 values = lab.over(results[f"{name}, {how}"], column)
-                middle, low, high = np.minimum(values, ROLLOUTS)  # never: at the edge
+                middle, low, high = np.minimum(values, ROLLOUTS)  # "never" is drawn at the edge
                 y = row + 0.18 * (place - 1.5)
                 axis.plot((low, high), (y, y), color=colour, linewidth=1.5, alpha=0.6)
                 shape = ">" if values[0] > ROLLOUTS else "o"

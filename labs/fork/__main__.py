@@ -1,10 +1,10 @@
-"""How fast may a rare right token grow under a clip, and how far may a common one move?
+"""How fast can a rare right token grow under a clip, and how far can a common one move?
 
 One prompt has ten possible answers of one token. The right one has probability 0.001. A rollout has
-32 groups of 16 answers and serves 16 plain gradient steps, enough for a clip to matter. Then the
-lab measures what one rollout adds to other probabilities, at this learning rate, at twice and at
-five times this rate. All losses have grpo.py's advantages. (Those of DPPO have no std, which is
-another question.)
+32 groups of 16 answers and serves for 16 plain gradient steps, enough for a clip to matter. Then
+the lab measures what one rollout adds to other probabilities, at this learning rate, and at two and
+five times this rate. All losses get grpo.py's advantages. (DPPO's have no std, which is another
+question.)
 
     python -m labs.fork
 """
@@ -34,13 +34,13 @@ LOOKS = {  # arm -> colour and dashes
     "DPPO": (lab.PINK, ":"),
 }
 ANSWERS, P, G, STEPS, LR = 10, 32, 16, 16, 1.0
-TIMES = (1, 2, 5)  # the learning rate
+TIMES = (1, 2, 5)  # multiples of the learning rate
 STARTS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
 LONGEST = 40
 
 
 def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generator) -> torch.Tensor:
-    """The logits `[1, V]` after one rollout and its gradient steps."""
+    """Return the logits `[1, V]` after one rollout and its gradient steps."""
     stem, flags = ARMS[arm]
     module = toy.load(stem)
     tokens = toy.sample(logits, P * G, generator)  # [N, 1]
@@ -53,8 +53,8 @@ def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generato
 
 
 def measure(arm: str, seed: int) -> dict:
-    """p(right) after each rollout; rollouts until it passes 1/2; and what one rollout adds to
-    p(right), by what it was before, at each of TIMES the learning rate."""
+    """Measure p(right) by rollout, the rollouts until it passes 1/2, and what one rollout adds to
+    each p(right) of STARTS, at each multiple of the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     logits, curve = toy.start(0.001, ANSWERS)[None], []  # [1, V]
     for _ in range(LONGEST):
@@ -89,7 +89,7 @@ def draw(results: dict) -> object:
     words = *words, "the same, at five times the learning rate"
     figure, (left, *others) = lab.sheet(TITLE, *words, width=12)
     for arm, (colour, dashes) in LOOKS.items():
-        if arm in ("GRPO", "MASPO"):  # the others' bands lie on these two
+        if arm in ("GRPO", "MASPO"):  # the bands of the others would cover these two
             lab.line(left, np.arange(LONGEST), results[arm], "p", colour, linestyle=dashes)
         else:
             middle = lab.over(results[arm], "p")[0]

@@ -5,9 +5,9 @@ and all others are junk tokens; the other 8 places are undecided. The reward is 
 the first token alone decides. A wrong one has probability 0.98, the right one 0.001; two undecided
 tokens follow. *spark*: the first token chooses one of two ways. The usual way, at 0.94, is right
 half of the time. The rare way, at 0.05, needs a second token, which is right in one of five samples
-and can be learned. Junk and fork compare STAPO's mask with training the top 20% of tokens by
-entropy. Spark compares GRPO with JustRL. *Exact credit* is GRPO with the advantage of each token
-from a perfect critic, Q - V over the group's std, instead of one for the whole response.
+and can be learned. Junk and fork compare STAPO's mask with training only the 20% of tokens with the
+highest entropy. Spark compares GRPO with JustRL. *Exact credit* is GRPO with an advantage for each
+token from a perfect critic, Q - V over the group's std, instead of one for the whole response.
 
     python -m labs.junk
 """
@@ -31,17 +31,17 @@ ARMS = {
 COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE, "top 20%": lab.GREEN, "JustRL": lab.BLUE}
 COLOURS[CREDIT] = "#56B4E9"
 P, G, V = 16, 8, 20
-LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, except at the spark
-STEPS = {"junk": 1, "fork": 1, "spark": 4}  # gradient steps per rollout; at r = 1 no clip acts
+LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times a response's tokens, except in spark
+STEPS = {"junk": 1, "fork": 1, "spark": 4}  # gradient steps per rollout; with one no clip acts
 EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150, "spark": 200}
 
 
 def tables(task: str) -> Tensor:
-    """The policy at first: logits `[T, V]`."""
+    """Make the first policy: logits `[T, V]`."""
     if task == "junk":
         sure, free = toy.start(0.99, V).expand(20, V), torch.zeros(8, V, dtype=torch.float64)
         return torch.cat([sure, free])
-    # The right token is 0, the usual one 1
+    # Token 0 is right, token 1 the usual one.
     right, usual = (0.001, 0.98) if task == "fork" else (0.05, 0.94)
     fork = torch.full((V,), (1 - right - usual) / (V - 2), dtype=torch.float64)
     fork[0], fork[1] = right, usual
@@ -51,7 +51,7 @@ def tables(task: str) -> Tensor:
 
 
 def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Right or wrong `[N]`, and the mask `[N, T]`: after the usual way there is no second token."""
+    """Return right or wrong `[N]`, and the mask `[N, T]`: the usual way has no second token."""
     coin = torch.rand(P, G, generator=generator, dtype=torch.float64).flatten() < 0.5  # [N]
     mask, first = torch.ones(tokens.shape, dtype=torch.float64), tokens[:, 0]
     if task == "junk":
@@ -63,15 +63,15 @@ def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tens
 
 
 def exact_advantages(task: str, chances: Tensor, tokens: Tensor, right: Tensor) -> Tensor:
-    """`[N, T]`: the change of the chance of a right response, Q - V, by each token, over the
-    group's std; 0 where all rewards are equal, as with GRPO. A coin's part belongs to no token."""
+    """Return `[N, T]`: how much each token changes the chance of a right response, Q - V, over the
+    group's std; 0 if all rewards are equal, as in GRPO. No token gets the credit of a coin flip."""
     credit = torch.zeros(tokens.shape, dtype=torch.float64)  # junk: no token changes it
     first = tokens[:, 0] == 0  # [N]
     if task == "fork":
         credit[:, 0] = first.double() - chances[0, 0]
     if task == "spark":
-        second = chances[1, 0]  # of a right second token
-        value = torch.zeros(V, dtype=torch.float64)  # of each first token
+        second = chances[1, 0]  # chance of a right second token
+        value = torch.zeros(V, dtype=torch.float64)  # by first token
         value[0], value[1] = second, 0.5
         credit[:, 0] = value[tokens[:, 0]] - chances[0] @ value
         credit[:, 1] = ((tokens[:, 1] == 0).double() - second) * first
@@ -80,8 +80,8 @@ def exact_advantages(task: str, chances: Tensor, tokens: Tensor, right: Tensor) 
 
 
 def measure(arm: str, seed: int) -> dict:
-    """The mean probability of junk, or that of the right first token, by rollout; at the spark only
-    when it passes 1/2."""
+    """Measure, by rollout, the mean probability of junk or of the right first token, and when it
+    passes 1/2; in spark only the latter."""
     task, file = ARMS[arm]
     generator = torch.Generator().manual_seed(seed)
     credited = arm.endswith(CREDIT)

@@ -1,12 +1,12 @@
 """The reward ignores length. Which losses make wrong answers long nevertheless?
 
 A coin flip decides whether a response is right. After every token the response stops with a
-probability that is 0.1 at first. There is one such probability for right responses and one for
-wrong ones. A rollout has 16 groups of 8 responses and serves one plain gradient step. dr_grpo.py
-takes the group's mean alone and divides by a constant for the length; its learning rate is chosen
-such that all arms begin alike. laconic.py averages as grpo.py does, and subtracts a price for
-tokens beyond a budget of 10 from the reward. In three arms one wrong response of each rollout
-loops: it goes on to the limit of 60 tokens.
+probability that is 0.1 at first. Right and wrong responses each have their own probability. A
+rollout has 16 groups of 8 responses and serves for one plain gradient step. dr_grpo.py subtracts
+the group's mean but does not divide by the std, and divides by a constant for the length; its
+learning rate is chosen such that all arms begin alike. laconic.py averages like grpo.py, and its
+reward has a price for tokens beyond a budget of 10. In three arms one wrong response of each
+rollout loops: it goes on to the limit of 60 tokens.
 
     python -m labs.length
 """
@@ -29,7 +29,7 @@ ARMS = {
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
 LOOP = ", one loop"
 ARMS |= {f"{arm}{LOOP}": what for arm, what in ARMS.items() if what[0] != "laconic"}
-LOWER = {  # of two lines that end together
+LOWER = {  # the lower of two lines that end together
     "right": ["1/|y| (grpo)", "token mean (justrl)"],
     "wrong": ["constant (dr_grpo)"],
 }
@@ -38,7 +38,7 @@ P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
 
 def measure(arm: str, seed: int) -> dict:
-    """The mean lengths of right and wrong responses (those of the policy, not of the sample)."""
+    """Measure the mean lengths of right and wrong responses under the policy, not in the sample."""
     stem, flags, rate = ARMS[arm]
     module, generator = toy.load(stem), torch.Generator().manual_seed(seed)
     budget = None

@@ -2,10 +2,10 @@
 
 Each of the 30 tokens is right with probability 0.97. The last one, of 20, is right with probability
 0.03, 0.001 or 0.0002. All must be right for a reward. There are 4 prompts with 8 responses each.
-DEEP-GRPO cuts a failed response at a multiple of five tokens, chosen by its `choose_pivot`, and
-samples 8 new ends. *Same tokens* has no branches and three times the responses. The optimiser is
-Adam, at two learning rates. With plain steps a method that averages over fewer tokens, as branches
-do, would take longer steps.
+DEEP-GRPO cuts a failed response at a multiple of five tokens, which its `choose_pivot` chooses, and
+samples 8 new ends. *Same tokens* has no branches but three times the responses. The optimiser is
+Adam, at two learning rates, because with plain gradient steps a method that averages over fewer
+tokens, as branches do, would take longer steps.
 
     python -m labs.lock
 """
@@ -20,7 +20,7 @@ import torch
 from labs import lab, toy
 
 TITLE = "Branches find a rare lock sooner, then learn it more slowly"
-SEEDS = 40  # the rarest lock is found by luck: twenty seeds and twenty others disagree
+SEEDS = 40  # luck finds the rarest lock, so that twenty seeds disagree with twenty others
 WAYS = {"no branches": 8, "no branches, same tokens": 24, "DEEP-GRPO": 8}  # -> responses
 ARMS = {
     f"lr {lr:g}, {p:g}, {way}": (lr, p, way)
@@ -30,17 +30,17 @@ ARMS = {
 }
 COLOURS = dict(zip(WAYS, (lab.BLACK, lab.BLUE, lab.ORANGE)))
 EASY, V, P, K, LONGEST = 30, 20, 4, 8, 5000
-LINE = list(range(EASY + 1))  # where a response is cut does not depend on its tokens
+LINE = list(range(EASY + 1))  # the cut of a response does not depend on its tokens
 BOUNDARIES = set(range(4, EASY, 5))
 
 
 def measure(arm: str, seed: int) -> dict:
-    """Steps and tokens until half of all responses succeed; the step of the first success in what
-    was sampled, and the steps from there; tries per step: samples whose easy tokens are all right.
+    """Measure steps and tokens until half of all responses succeed; the step of the first success
+    in a sample, and the steps from there; and tries, samples per step with all easy tokens right.
     """
     (lr, p, way), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     logits = torch.zeros(EASY + 1, V, dtype=torch.float64)  # [T, V]
-    logits[:EASY, 2:] = -1e9  # the easy ones are of two
+    logits[:EASY, 2:] = -1e9  # easy tokens have two choices
     logits[:EASY, 0], logits[EASY] = toy.start(0.97, 2)[0], toy.start(p, V)
     adam = torch.optim.Adam([logits], lr)
     rng, feedback, G = Random(seed), [], WAYS[way]
@@ -89,7 +89,7 @@ def measure(arm: str, seed: int) -> dict:
 
 
 def wins(results: dict, arm: str, other: str) -> str:
-    """In how many seeds an arm needs fewer tokens than another way with the same lock and lr."""
+    """Count the seeds in which an arm needs fewer tokens than another way, at equal lock and lr."""
     lr, p, way = ARMS[arm]
     pairs = zip(results[arm], results[f"lr {lr:g}, {p:g}, {other}"])
     fewer = [one["tokens"] < two["tokens"] for one, two in pairs]
@@ -109,7 +109,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The axis shows tokens, because a step has different numbers of them in different arms."""
+    """Draw tokens instead of steps, because arms differ in how many tokens a step has."""
     figure, axes = lab.sheet(TITLE, "Adam, lr 0.05", "Adam, lr 0.3", width=10)
     chances = list(dict.fromkeys(p for _, p, _ in ARMS.values()))
     for axis, lr in zip(axes, (0.05, 0.3)):

@@ -1,15 +1,15 @@
 """The sampler is not the policy: an 8-bit copy of a mixture of experts, and MiniRL's weight.
 
 minirl.py runs on the embedded mixture of experts, at three times the usual learning rate. The
-sampler rounds parameters to 8 bits, and its router then chooses other experts. The gap between μ
-and π_old grows during training. The weight π/μ (`--correct_mismatch`) corrects for it. Routing
-replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap. Three more
-methods run under eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with the
-sampler's rounded parameters.
+sampler rounds parameters to 8 bits, so its router chooses other experts, and the gap between μ and
+π_old grows during training. The weight π/μ (`--correct_mismatch`) corrects for the gap, and routing
+replay (r3) removes a part of it. With `--rollout_dtype float32` there is no gap. Three more methods
+run with eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with the sampler's
+rounded parameters.
 
-The last two arms have a gap a hundred times as wide, at the usual learning rate. Their sampler has
-three bits (quantised.py). One arm has the weight, the other has not, and held-out problems are
-answered by the sampler and by the policy.
+The last two arms have a gap a hundred times as wide, at the usual learning rate: their sampler has
+three bits (quantised.py). One arm has the weight and the other does not. Sampler and policy both
+answer the held-out problems.
 
     python -m labs.mismatch
 """
@@ -49,7 +49,7 @@ SEEDS, LOW = 5, 0.5
 
 
 def rows(results: dict) -> list[list[str]]:
-    """The accuracy of the policy itself has two columns more."""
+    """Make the table, with two more columns for the accuracy of the policy itself."""
     numbers = {
         "greedy at the end": (lab.last("greedy"), ".2f"),
         "sampled at the end": (lab.last("sampled"), ".2f"),
@@ -66,7 +66,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """Three other methods and the gap are in the table only."""
+    """Draw the figure. Three other methods and the gap are only in the table."""
     words = "three times the learning rate:\ngreedy accuracy at the end"
     words = words, "3 bits, usual learning rate:\naccuracy of policy and sampler"
     figure, axes = lab.sheet(TITLE, *words, width=8.6)
@@ -81,7 +81,7 @@ def draw(results: dict) -> object:
         for column, who, style in (("policy_sampled", "policy", "-"), ("sampled", "sampler", ":")):
             lab.bands(axes[1], results[arm], column, colour, linestyle=style)
             end = np.median([run[column][-1] for run in results[arm]])
-            if name != "no weight" or who == "sampler":  # its policy lies close to the other
+            if name != "no weight" or who == "sampler":  # its policy is too close to the other
                 lab.label(axes[1], results[arm][0][f"{column}@"][-1], end, who, colour)
     axes[1].set_ylim(0, 1.02)
     lab.key(axes[1], {name: COLOURS[name] for name in ("weight π/μ", "no weight")})

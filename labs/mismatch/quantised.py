@@ -1,10 +1,10 @@
-"""A sampler of a few levels, and an evaluation of both sampler and policy, for the lab mismatch.
+"""A sampler with few levels, and an evaluation of both sampler and policy, for the lab mismatch.
 
 `engine_of(levels)` and `evaluate` replace `make_engine` and `evaluate` in a copy of a file. The
-parameters of every layer become whole numbers from -levels to levels times their row's scale.
-(Routers stay as they are, as under `--rollout_dtype float8`.) With `--rollout_dtype float32` this
-is the whole gap. Held-out problems are answered by this sampler (`greedy`, `sampled`) and by the
-policy (`policy_greedy`, `policy_sampled`).
+parameters of every layer become whole numbers from -levels to levels times their row's scale, but
+routers stay as they are, as with `--rollout_dtype float8`. With `--rollout_dtype float32` there is
+no other gap. Both this sampler (`greedy`, `sampled`) and the policy (`policy_greedy`,
+`policy_sampled`) answer the held-out problems.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from labs.stresses import quantise
 
 
 def engine_of(levels: int) -> Callable:
-    """A `make_engine`, whose engine rounds after it has copied: three levels need three bits."""
+    """Make a `make_engine` whose engine rounds weights after each sync; 3 levels need 3 bits."""
 
     def make_engine(*args: object, **named: object) -> object:
         engine = rollout.make_engine(*args, **named)
@@ -35,7 +35,7 @@ def engine_of(levels: int) -> Callable:
 
 
 def evaluate(engine: object, *args: object) -> dict:
-    """Both accuracies of the sampler, and both of the policy."""
+    """Measure both accuracies of the sampler, and both of the policy."""
     of_sampler = metrics.evaluate(engine, *args)
     engine.sync(engine.policy, rounded=False)
     of_policy = metrics.evaluate(engine, *args)

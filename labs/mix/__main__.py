@@ -2,8 +2,8 @@
 
 `--task arithmetic:mix` trains on 75% problems of two terms, 20% of 16 terms (which no response of
 64 tokens can finish) and 5% of 5 to 7 terms. All held-out problems have 5 to 7 terms. grpo.py draws
-prompts at random. goldilocks.py chooses those from which its teacher expects the policy to learn
-most. variants/paced.py chooses them by its partition function. variants/dapo.py replaces
+prompts at random. goldilocks.py chooses the prompts from which its teacher expects the policy to
+learn most, and variants/paced.py chooses them by its partition function. variants/dapo.py replaces
 zero-variance groups by new samples, which cost tokens.
 
     python -m labs.mix
@@ -30,8 +30,8 @@ SEEDS = 5
 
 
 def rows(results: dict) -> list[list[str]]:
-    """Tokens include those that DAPO drops. "At equal tokens" is where the run that sampled least
-    ends."""
+    """Make the table. Tokens include those that DAPO drops. "At equal tokens" means where the run
+    with the fewest tokens ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     numbers = {
         "highest greedy": (lab.high("greedy"), ".2f"),

@@ -1,13 +1,13 @@
-"""Trains a file in the form of grpo.py under the stresses of labs/stresses.py, and ranks it.
+"""Train a file in the form of grpo.py under the stresses of labs/stresses.py, and rank it.
 
     python -m labs.race my_method.py               three seeds: about half an hour
     python -m labs.race my_method.py --seeds 1 --steps 8 --out try.json       does it run at all?
     python -m labs.race grpo.py --model FOLDER --task gsm8k --steps 30 --out table.json
     python -m labs.race --table "lr x3"       every method's score, the best one first
 
-FILE comes first. Flags that are not listed below are handed to every run. They make another race,
-which needs another table; a table may have the rows of several files. Finished runs are kept, and
-the same command continues after an interruption. docs/stability.md explains the scores.
+FILE comes first. Flags that are not listed below are passed to every run. They make another race,
+which needs another table. A table may have the rows of several files. Finished runs are kept, and
+after an interruption the same command continues. docs/stability.md explains the scores.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from labs import lab
 from labs.stresses import EVERY, STRESSES, flags_under, stressed
 
 TABLE = ROOT / "labs/race/table.json"
-# No run ends because its sampler differs from the trainer (the last flag): that is measured here.
+# The last flag keeps runs going if sampler and trainer differ, because the race measures that.
 BUDGET = "--steps 40 --prompts_per_step 16 --group_size 8 --eval_every 8 --eval_problems 256"
 BUDGET += " --eval_samples 2 --sampler_tolerance 1e6"
-SEEDS, ENOUGH = 3, 5  # of a cell; from ENOUGH on a sign has no question mark
+SEEDS, ENOUGH = 3, 5  # runs of a cell; with ENOUGH a sign has no question mark
 LAST = 3  # measurements in a score
 MILD = "mildly quantised sampler"  # not every row has it, so it is never the worst cell
-LATE = 16  # last steps, whose means are stored with a run
+LATE = 16  # how many last steps the stored means cover
 DIARY = ("entropy", "zero_groups", "sampler_gap", "response_len", "grad_norm")
 Cells = dict[tuple[str, str], list[dict]]  # (method, stress) -> its finished runs
 
@@ -46,7 +46,7 @@ Cells = dict[tuple[str, str], list[dict]]  # (method, stress) -> its finished ru
 
 
 def read(path: Path, budget: str = "") -> Cells:
-    """The cells of a table, none if there is no file; BadInput if it is of another race."""
+    """Read the cells of a table, {} without a file. Raise BadInput if it is of another race."""
     if not path.exists():
         return {}
     table = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def read(path: Path, budget: str = "") -> Cells:
 
 
 def write(path: Path, budget: str, cells: Cells) -> None:
-    """Put the cells into a table, whose other contents stay."""
+    """Write the cells into a table and keep its other contents."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     listed = [{"method": name, "stress": on, "runs": runs} for (name, on), runs in cells.items()]
     lab.write(path, table | {"budget": budget, "cells": listed})
@@ -66,9 +66,9 @@ def write(path: Path, budget: str, cells: Cells) -> None:
 
 
 def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dict:
-    """One run in a new process -> what is stored of it, or why it `broke`."""
+    """Run once in a new process; return what is stored of the run, or why it `broke`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    if "--model" not in budget:  # the embedded model: one thread of the CPU, in float32
+    if "--model" not in budget:  # the embedded model needs one CPU thread and float32
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         run = Path(folder) / "run"
@@ -83,8 +83,8 @@ def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dic
 
 
 def kept(lines: list[dict]) -> dict:
-    """What is stored of a run: `sampled`, the accuracies after the steps `at`, with `thousands` of
-    tokens sampled until then; means of the last steps, in which a missing value counts 0."""
+    """Return what is stored of a run: `sampled`, the accuracies after the steps `at`; `thousands`
+    of tokens sampled until then; and means of the last steps, where a missing value counts as 0."""
     thousands = np.cumsum([line.get("tokens", 0) / 1000 for line in lines])
     places = [place for place, line in enumerate(lines) if "sampled" in line]
     late = {}
@@ -100,12 +100,12 @@ def kept(lines: list[dict]) -> dict:
 
 
 def run_row(name: str, file: Path, path: Path, budget: str, words: Namespace) -> int:
-    """Run what the table lacks of a row, a seed after the other; returns how many runs broke."""
+    """Run what a table's row lacks, one seed after another; return how many runs broke."""
     cells, broken, jobs = read(path, budget), 0, []
     for seed in range(1, 1 + words.seeds):
         for stress in words.stresses or STRESSES:
             there = [run["seed"] for run in cells.get((name, stress), [])]
-            # Which prompts are uninformative is known of arithmetic only
+            # We know which prompts are uninformative only for arithmetic.
             if seed not in there and not ("--task" in budget and EVERY[stress].uninformative):
                 jobs.append((stress, seed))
     with ThreadPoolExecutor(words.workers) as pool:
@@ -126,27 +126,27 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: Namespace) ->
 
 
 def score(run: dict) -> float:
-    """The mean accuracy of the last three measurements."""
+    """Return the mean accuracy of the last three measurements."""
     return round(float(np.mean(run["sampled"][-LAST:])), 6)
 
 
 def scores(cells: Cells, method: str, stress: str) -> list[float]:
-    """Of a cell, by seed."""
+    """Return the scores of a cell, by seed."""
     return [score(run) for run in cells.get((method, stress), [])]
 
 
 def columns(cells: Cells) -> list[str]:
-    """The stresses that the table has."""
+    """List the stresses that the table has."""
     return [stress for stress in EVERY if any(stress == known for _, known in cells)]
 
 
 def methods(cells: Cells) -> list[str]:
-    """The methods that the table has."""
+    """List the methods that the table has."""
     return list(dict.fromkeys(method for method, _ in cells))
 
 
 def median(cells: Cells, method: str, stress: str) -> float | None:
-    """Of a cell; of `worst cell` the lowest of the row. None where a cell has no run."""
+    """Return a cell's median score, or the row's minimum for `worst cell`; None without runs."""
     if stress == "worst cell":
         row = [median(cells, method, one) for one in columns(cells) if one != MILD]
         return None if None in row else min(row)
@@ -155,7 +155,7 @@ def median(cells: Cells, method: str, stress: str) -> float | None:
 
 
 def sign(cells: Cells, method: str, stress: str) -> str:
-    """`+` or `-`: all seeds lie above or below all of grpo.py's; `?`: there are fewer than five."""
+    """Return `+` (`-`) if all seeds are above (below) all of grpo.py's; `?`: fewer than five."""
     ours, theirs = scores(cells, method, stress), scores(cells, "grpo", stress)
     few = min(len(ours), len(theirs))
     if few < SEEDS or method == "grpo":
@@ -167,7 +167,7 @@ def sign(cells: Cells, method: str, stress: str) -> str:
 
 
 def cell(cells: Cells, method: str, stress: str) -> str:
-    """`0.85 (0.82–0.86) +?`: median, lowest and highest seed, sign."""
+    """Write a cell as `0.85 (0.82–0.86) +?`: median, lowest and highest seed, sign."""
     middle, values = median(cells, method, stress), scores(cells, method, stress)
     if middle is None:
         return "–"
@@ -176,7 +176,7 @@ def cell(cells: Cells, method: str, stress: str) -> str:
 
 
 def ranking(cells: Cells, method: str) -> list[list[str]]:
-    """A line for each stress: the method's score, grpo.py's, and the method's place."""
+    """Make a row for each stress: the method's score, grpo.py's, and the method's place."""
     rows = [["stress", method, "grpo", "place"]]
     for stress in [*columns(cells), "worst cell"]:
         ours = median(cells, method, stress)
@@ -189,9 +189,9 @@ def ranking(cells: Cells, method: str) -> list[list[str]]:
 
 
 def standings(cells: Cells, stress: str) -> list[list[str]]:
-    """A line for each method that was run under this stress, the best one first. `at grpo's tokens`
-    is the score, had its runs been measured when they had sampled as many tokens as grpo.py's had
-    (their median)."""
+    """Make a row for each method that ran under this stress, the best one first. `at grpo's tokens`
+    is its score at the times when it had sampled as many tokens as grpo.py at its measurements
+    (median)."""
     spent = [run["thousands"][-LAST:] for run in cells.get(("grpo", stress), [])]
     rows = []
     for name in methods(cells):
@@ -211,18 +211,18 @@ def standings(cells: Cells, stress: str) -> list[list[str]]:
 
 
 def enter(words: Namespace, budget: str) -> int:
-    """Run a file's row and print its places; returns how many of its runs broke."""
+    """Run a file's row and print its places; return how many of its runs broke."""
     file = words.file.resolve()
     flags = shlex.split(f"{budget} {words.flags}")
-    flags_under("none", stressed(file, "none"), flags)  # a wrong one ends here, before any run
+    flags_under("none", stressed(file, "none"), flags)  # a wrong flag fails here, before any run
     name = f"{file.stem} {words.flags}".strip()
-    text = file.read_bytes() + f"{words.flags} {budget}".encode()  # another text: another table
+    text = file.read_bytes() + f"{words.flags} {budget}".encode()  # a changed file gets a new table
     key = hashlib.sha256(text).hexdigest()[:8]
     path = words.out or Path(f"runs/race/{file.stem}-{key}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     broken = run_row(name, file, path, budget, words)
     cells = read(path, budget)
-    if budget == BUDGET:  # beside the shipped rows of other names
+    if budget == BUDGET:  # compare with the shipped rows of other names
         cells |= {key: runs for key, runs in read(TABLE).items() if key[0] != name}
     print("", lab.text(ranking(cells, name)), "", path, sep="\n")
     return broken
@@ -230,7 +230,7 @@ def enter(words: Namespace, budget: str) -> int:
 
 def main() -> None:
     parser = arguments(__doc__, "labs.race")
-    parser.allow_abbrev = False  # --s is no flag of ours
+    parser.allow_abbrev = False  # an abbreviation might be a flag of the file
     parser.add_argument("file", nargs="?", type=Path, help="a file in the form of grpo.py")
     parser.add_argument("--flags", default="", help='of the method: --flags="--lr 1e-4"')
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")

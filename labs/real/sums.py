@@ -1,10 +1,10 @@
 """Sums of two-digit numbers, for a real model (docs/results.md).
 
-`--task labs/real/sums.py`: a prompt shows one solved sum, and the model continues it with another.
-`--task labs/real/sums.py:in_words`: questions, for a model with a chat template. This task has no
-reward of its own, so math-verify scores the responses.
+`--task labs/real/sums.py`: a prompt shows one solved sum, and the model solves the next one.
+`--task labs/real/sums.py:in_words`: the prompts are questions, for a model with a chat template.
+This task has no reward of its own, so math-verify scores the responses.
 
-No held-out sum of two numbers is in the training set.
+No pair of numbers that is held out is in the training set.
 """
 
 import random
@@ -22,18 +22,18 @@ held_out = [(SHOWN.format(a, b), str(a + b)) for a, b in HELD_OUT]
 
 
 def train(i: int) -> tuple[str, str]:
-    """Problem i, drawn by chance, but always the same one for the same i."""
+    """Draw problem i, which is random but always the same for the same i."""
     a, b = random.Random(i).choice(TRAINING)
     return SHOWN.format(a, b), str(a + b)
 
 
 def reward(response: str, answer: str) -> float:
-    """1.0 if the first number of the response is the answer, else 0."""
+    """Return 1.0 if the first number of the response is the answer, else 0.0."""
     return float(re.findall(r"\d+", response)[:1] == [answer])
 
 
 def ask(i: int) -> tuple[str, str]:
-    """The same sums as `train`, each in one of four wordings."""
+    """Ask for the same sums as `train`, each in one of four wordings."""
     rng = random.Random(i)
     a, b = rng.choice(TRAINING)
     return rng.choice(ASKED).format(a, b), str(a + b)

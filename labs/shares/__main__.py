@@ -1,7 +1,7 @@
-"""How much of a fall does each cause own? Four causes, alone and together.
+"""How much of a fall is due to each of four causes, alone and together?
 
-grpo.py, and the two methods with the highest worst cell in docs/stability.md, under all sixteen
-sets of four stresses of about half the strength there. With y the score of a set:
+grpo.py and the two methods with the highest worst cell in docs/stability.md run under all sixteen
+sets of four stresses, each at about half the strength there. With y the score of a set:
     main effect   the mean of y(with the cause) - y(without it), over the eight sets of the others
     interaction   the mean of y(both) - y(one) - y(other) + y(neither), over the four sets of the
                   other two: below 0, two together are worse than their sum
@@ -33,8 +33,8 @@ PAIRS = list(combinations(HALVES, 2))
 
 
 def scores(results: dict, file: str) -> dict[frozenset, np.ndarray]:
-    """Set of causes -> a score for each seed `[seeds]`, as in labs.race the mean of the last three
-    accuracies."""
+    """Map each set of causes to its scores `[seeds]`. As in labs.race, a score is the mean of the
+    last three accuracies."""
     of = {}
     for names in [(), *SETS]:
         runs = results[f"{file}: {', '.join(names) or 'none'}"]
@@ -44,7 +44,7 @@ def scores(results: dict, file: str) -> dict[frozenset, np.ndarray]:
 
 
 def effect(of: dict[frozenset, np.ndarray], *causes: str) -> np.ndarray:
-    """Main effect of one cause, interaction of two: `[seeds]`."""
+    """Compute the main effect of one cause, or the interaction of two, `[seeds]`."""
     found = []
     for others in of:
         if not others & set(causes):
@@ -57,7 +57,7 @@ def effect(of: dict[frozenset, np.ndarray], *causes: str) -> np.ndarray:
 
 
 def numbers(of: dict[frozenset, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """Row by row of the table: words, and a number for each seed."""
+    """Yield the table's rows: words, and a number for each seed."""
     yield "score without stress", of[frozenset()]
     yield "score under all four", of[frozenset(HALVES)]
     for cause in HALVES:
@@ -69,7 +69,7 @@ def numbers(of: dict[frozenset, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]
 
 
 def files(results: dict) -> list[str]:
-    """Those with results; a quick run has one."""
+    """List the files with results; a quick run has one."""
     return [file for file in FILES if f"{file}: none" in results]
 
 

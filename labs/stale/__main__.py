@@ -1,10 +1,10 @@
 """Training on responses that are eight batches old: what collapses, and what prevents it?
 
 vcpo.py runs at three times its learning rate, with and without its two controls. One lowers the
-learning rate by the effective sample size (`--ess_scaling`). The other is the baseline of least
-variance for the plain estimate (`--optimal_baseline`). A third arm has no controls and lr 8e-4,
-which is what the controls make of 1e-3 on average: would a smaller learning rate for all batches do
-as well? All arms limit a response's weight to 8.
+learning rate by the effective sample size (`--ess_scaling`). The other is the baseline that
+minimises the variance of the plain estimate (`--optimal_baseline`). A third arm has no controls and
+lr 8e-4, the mean rate under the controls: would a smaller rate for all batches do as well? All arms
+limit a response's weight to 8.
 
     python -m labs.stale
 """
@@ -23,7 +23,7 @@ ARMS["neither, lr 8e-4"] = f"{RUN.replace(' --lr 1e-3', '')} {BARE} --lr 8e-4"
 COLUMNS = ("greedy", "ess_ratio")
 COLOURS = {"both controls": lab.BLUE, "neither": lab.ORANGE}
 SHORT = "--lag 2"
-SEEDS, LOW = 5, 0.5  # runs of each arm; a low greedy accuracy
+SEEDS, LOW = 5, 0.5  # runs of each arm; accuracies below LOW count as lost
 
 
 def rows(results: dict) -> list[list[str]]:

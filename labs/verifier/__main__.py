@@ -1,8 +1,8 @@
-"""A verifier that can be exploited: the reward rises, the accuracy falls.
+"""A verifier that can be exploited: the reward rises while the accuracy falls.
 
-`--task labs/verifier/noisy.py` accepts a response if its answer stands anywhere in the worked
-solution. Some verifiers search a reference text for the number in this way. Held-out problems are
-scored by the strict verifier.
+`--task labs/verifier/noisy.py` accepts a response if its answer occurs anywhere in the worked
+solution. Some verifiers search a reference text for the number in this way. The strict verifier
+scores the held-out problems.
 
     python -m labs.verifier
 """

@@ -1,4 +1,4 @@
-"""Every check of every algorithm file; and every mutant, a damage that some check must see."""
+"""Every check runs on every algorithm file. Every mutant, a damage, must be seen by some check."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_checks(name):
 
 @pytest.mark.parametrize("name", NINE)
 def test_mutants_are_caught(name):
-    """And an unchanged copy passes: the machinery of the mutants itself turns no check red."""
+    """An unchanged copy passes, too, so the machinery of the mutants itself turns no check red."""
     every, mutants = checks.of(name)
     old, _ = next(iter(mutants.values()))
     assert not list(checks.red(checks.mutate(module_of(name), old, old), every))

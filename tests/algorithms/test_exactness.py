@@ -1,4 +1,4 @@
-"""π_old is evaluated as π_θ is."""
+"""π_old is evaluated in the same way as π_θ."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ OWN = [pytest.param(n, marks=pytest.mark.slow) for n in "minirl vcpo ppo recipe"
 
 @pytest.mark.parametrize("name", ["grpo", *OWN])
 def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
-    """log π_θ = log π_old to the bit in a rollout's first update. (No update changes a weight: lr
-    is next to 0.) Other micro-batches would be other matrix shapes, whose sums round in another
-    way: in bfloat16 that alone carries tokens over the edge of a clip."""
+    """In a rollout's first update log π_θ = log π_old to the bit. (No update changes a weight,
+    because lr is next to 0.) Other micro-batches would have other matrix shapes, whose sums round
+    in another way. In bfloat16 that alone carries tokens over the edge of a clip."""
     module, equal = module_of(name), []
     loss = module.policy_loss
 

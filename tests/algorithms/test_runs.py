@@ -1,4 +1,4 @@
-"""What some files do in a run, beside what checks and the loop's oracle hold of them."""
+"""What some files do in a run, besides what checks/ and the loop's second statement test."""
 
 import os
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_vcpo_without_its_halves(tmp_path):
-    """The step keeps its length and the baseline is the group's mean; warm-up counts batches. Two
-    mini-batches a batch: one that waited for two others is four updates old."""
+    """The step keeps its length, the baseline is the group's mean, and the warm-up counts batches.
+    With two mini-batches per batch, a batch that waited for two others is four updates old."""
     flags = [*SMALL, "--steps", 6, "--lag", 2, "--warmup", 5, "--run_dir", tmp_path / "run"]
     assert run_here(vcpo.main, *flags, "--no_ess_scaling", "--no_optimal_baseline") == 0
     lines = metrics(tmp_path / "run")[3:]
@@ -25,7 +25,7 @@ def test_vcpo_without_its_halves(tmp_path):
 
 
 def second_rank_succeeds(*flags: object) -> None:
-    """A run whose verifier passes everything on the second rank."""
+    """Run a file with a verifier that passes everything on the second rank."""
     load = deep_grpo.load_task
 
     def lenient(*arguments: object) -> object:
@@ -39,8 +39,8 @@ def second_rank_succeeds(*flags: object) -> None:
 
 
 def test_a_rank_without_failures_waits_for_the_other(tmp_path):
-    """Two gloo ranks, of which the second fails nowhere: collectives still match, the fit is the
-    same on both."""
+    """Of two gloo ranks the second has no failed response. Their collectives still match, and both
+    have the same fit."""
     flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run"]
     run = forked(second_rank_succeeds, *flags, ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -50,7 +50,7 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
 
 
 def test_ppo_takes_groups_of_one(tmp_path):
-    """What the others refuse; the critic compares."""
+    """ppo accepts what the other files refuse, because its critic compares."""
     flags = [*SMALL, "--group_size", 1, "--steps", 2, "--critic_warmup", 1]
     assert run_here(ppo.main, *flags, "--run_dir", tmp_path / "run") == 0
     first, second = metrics(tmp_path / "run")[1:]
@@ -59,7 +59,7 @@ def test_ppo_takes_groups_of_one(tmp_path):
 
 
 def test_jet_on_two_ranks_that_share_a_model(tmp_path):
-    """Each rounds its own rows: KL(μ ‖ π_old) stays float32's rounding."""
+    """Each rank rounds its own rows, and KL(μ ‖ π_old) stays at float32's rounding."""
     flags = [*SMALL, "--shard_ranks", 2, "--steps", 4, "--run_dir", tmp_path / "run"]
     assert command("jet", *flags, ranks=2).returncode == 0
     assert all(line["sampler_kl"] < 1e-11 for line in metrics(tmp_path / "run")[1:])

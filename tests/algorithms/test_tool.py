@@ -1,5 +1,5 @@
-"""A tool between the turns of a response: calls that fail, a whole run. (The losses take a batch
-with holes, as replies leave them, in checks: `busy_batch`.)"""
+"""A tool between the turns of a response: calls that fail, and a whole run. (checks/ tests the
+losses on a batch with the holes that replies leave: `busy_batch`.)"""
 
 import json
 import sys
@@ -39,7 +39,8 @@ def task_file(tmp_path):
 
 
 def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
-    """In the bounded worker of a reward: no text, out of time; the next one is asked as always."""
+    """A reply runs in the bounded worker of a reward. If it returns no text or takes too long, the
+    next one is asked as always."""
     replies = Verifier(task_file, workers=1, seconds=1.0, function="reply").ask
     found = replies(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
     assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
@@ -61,8 +62,8 @@ def test_held_out_problems_with_equal_prompts_keep_their_answers(tiny, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["reply", "end", "drop"])
 def test_a_run_with_failing_calls(task_file, tmp_path, rule, monkeypatch):
-    """Calls fail, and the run ends; samples.jsonl says which tokens the tool wrote; tools.evaluate
-    measures what the run did."""
+    """Calls fail, and the run still ends. samples.jsonl says which tokens the tool wrote, and
+    tools.evaluate measures what the run did."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--task", task_file, "--failed_call", rule, "--steps", 2]
     assert run_here(tool.main, *flags, "--run_dir", folder) == 0

@@ -26,8 +26,9 @@ NAMED = {  # response: its final answer
 
 @pytest.mark.parametrize("whose", ["public", pytest.param("ours", marks=pytest.mark.slow)])
 def test_every_answer(whose):
-    """Each line of answers.json is judged as it says, those with a `known` wrongly. Those whose
-    source begins with "ours" were made up beside the rules, the others are of public threads."""
+    """Each line of answers.json is judged as it says; lines with a `known` are judged wrongly.
+    Lines whose source begins with "ours" were made up along with the rules, the others are from
+    public threads."""
     rows = [row for row in ROWS if row["source"].startswith("ours") == (whose == "ours")]
     verifier = Verifier(workers=2)
     scores = verifier([row["response"] for row in rows], [row["reference"] for row in rows])
@@ -39,5 +40,5 @@ def test_every_answer(whose):
 
 
 def test_final_answer():
-    """It does not depend on the reference, so a response has one answer."""
+    """The final answer does not depend on the reference, so a response has only one."""
     assert {response: final_answer(response) for response in NAMED} == NAMED

@@ -1,4 +1,5 @@
-"""Rows that change ranks: none lost, none torn, all as long as fair."""
+"""Rows that change ranks: none is lost, none is torn, and the ranks' loads are as equal as they can
+be."""
 
 from pathlib import Path
 
@@ -12,7 +13,8 @@ RANKS, N = 3, 8
 
 
 def share_of(rank: int) -> Rollout:
-    """A rank's rows; the later ranks' are far longer. Each row has a name, in every column."""
+    """Return a rank's rows; those of later ranks are far longer. Each row has a name in every
+    column."""
     lengths = torch.randint(1, 9, (N,), generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     name = 100 * rank + torch.arange(N)  # [N]
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()  # [N, T]: unequal widths
@@ -26,7 +28,7 @@ def share_of(rank: int) -> Rollout:
 
 
 def on_a_rank(folder: Path) -> None:
-    """Pairs that stay together; then single rows, of which the first rank has none."""
+    """Balance pairs that must stay together, then single rows, of which the first rank has none."""
     world = setup()
     own = share_of(world.rank)
     pairs = balance_tokens(own, world, 2)
@@ -37,7 +39,7 @@ def on_a_rank(folder: Path) -> None:
 
 
 def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
-    """Every row arrives once, whole, its pair beside it; the loads differ by one pair at most. A
+    """Every row arrives once, whole, and beside its pair. The loads differ by at most one pair. A
     rank without rows gets some."""
     done = forked(on_a_rank, tmp_path, ranks=RANKS)
     assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def compile_with(monkeypatch) -> Callable:
-    """Sets the backend of torch.compile; nothing was compiled before."""
+    """Set the backend of torch.compile, and forget what was compiled before."""
 
     def set_backend(backend: str | Callable) -> None:
         torch._dynamo.reset()
@@ -43,7 +43,7 @@ def compile_with(monkeypatch) -> Callable:
 
 
 def batches(count: int) -> list[Rollout]:
-    """Random tokens in shapes as micro-batches have them; every seventh is one row."""
+    """Return random tokens in the shapes of micro-batches. Every seventh batch has one row."""
     numbers, made = random.Random(0), []
     for i in range(count):
         rows = 1 if i % 7 == 6 else numbers.randint(2, 19)
@@ -62,7 +62,7 @@ def sharded(lm: torch.nn.Module, how: bool, world: World, dtype: str = "float32"
 
 
 def step(policy: Policy, batch: Rollout) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies, and the gradient of the log-probs' sum."""
+    """Return log-probs, entropies, and the gradient of the log-probs' sum."""
     logp, entropy = response_logprobs(policy, batch, 0.7)
     logp.sum().backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
@@ -71,8 +71,8 @@ def step(policy: Policy, batch: Rollout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_the_lengths_of_a_run_need_few_graphs(compile_with, tiny, world):
-    """30 shapes, of which none after the tenth needs another graph. Layers and head have graphs of
-    their own without gradient, for one row, and in the frozen reference."""
+    """After ten of 30 shapes, no further shape needs another graph. Layers and head have separate
+    graphs without gradient, for one row, and in the frozen reference."""
     compile_with("aot_eager")
     trained = sharded(tiny[0], True, world)
     reference = sharded(tiny[0], True, world).requires_grad_(False)
@@ -88,8 +88,9 @@ def test_the_lengths_of_a_run_need_few_graphs(compile_with, tiny, world):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compilers_numbers_are_the_plain_ones(compile_with, tiny, world, dtype):
-    """Log-probs, entropies and gradients, but for the order of float32 sums. In bfloat16 layers are
-    rounded at the same places, as the hf sampler, which is not compiled, must agree."""
+    """Log-probs, entropies and gradients are the same but for the order of float32 sums. In
+    bfloat16, layers are rounded at the same places, because the hf sampler, which is not compiled,
+    must agree."""
     compile_with("inductor")
     plain, compiled = (sharded(tiny[0], how, world, dtype) for how in (False, True))
     limit = 1e-5 if dtype == "float32" else 2e-3
@@ -132,7 +133,7 @@ RUNS = {
 
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_two_ranks_compiled_and_resumed_without(algorithm, tmp_path):
-    """Two steps and two more are four uncompiled ones, to the bit."""
+    """Two compiled steps and two more without equal four uncompiled steps, to the bit."""
     flags = [*SMALL, *RUNS[algorithm].split(), "--run_dir"]
     ended = command(algorithm, *flags, tmp_path / "plain", "--steps", 4, ranks=2)
     assert ended.returncode == 0, ended.stderr

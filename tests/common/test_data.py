@@ -21,7 +21,7 @@ from tests.common.rows import Letters, load, numbered, write
 
 
 def drawn(task: object, count: int) -> set[str]:
-    """The prompts of the first training problems."""
+    """Return the prompts of the first training problems."""
     return {task.train(i).prompt for i in range(count)}
 
 
@@ -41,7 +41,7 @@ class other:
 
 @pytest.fixture
 def mine(tmp_path):
-    """A task file, which holds MINE."""
+    """Write a task file that holds MINE."""
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path / "mine.py"
 
@@ -82,7 +82,8 @@ def test_the_warm_start_never_saw_the_held_out_set():
 
 @pytest.mark.parametrize("name", arithmetic.KINDS)
 def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
-    """Numbers of terms and last operators; nothing held out is trained on."""
+    """Each kind has its numbers of terms and its last operators, and no held-out prompt is trained
+    on."""
     kind = arithmetic.KINDS[name]
     task = load(name, tiny[1], eval_problems=50)
     stream = [task.train(i).prompt for i in range(400)]
@@ -107,7 +108,8 @@ REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
     ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
 )
 def test_noisy_and_part_marks_are_for_training(file, place, tiny):
-    """Task files with the problems of `arithmetic`; held-out ones are right or wrong."""
+    """Task files with the problems of `arithmetic` change only training. Held-out answers are right
+    or wrong."""
     task, plain = load(file, tiny[1], seed=3), load("arithmetic", tiny[1], seed=3)
     texts, solution = list(REWARDS), "7*8=56;56-9=47;47+6=53#53"
     marks = list(REWARDS.values())
@@ -120,7 +122,7 @@ def test_noisy_and_part_marks_are_for_training(file, place, tiny):
 
 
 def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mine):
-    """`judge_killed` is of the step's own answers."""
+    """`judge_killed` counts only the step's own answers."""
     mine.write_text(MINE.replace("return float", "return 1 / (answer != '9') and float"))
     task = load(str(mine), tiny[1])
     evaluate(HFEngine(tiny[0], world, 0, "float32", 64), task, Args(eval_samples=1), world)
@@ -129,7 +131,7 @@ def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mi
 
 
 def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
-    """It measures nothing then, and the sampler goes on as if it had not begun."""
+    """The evaluation then measures nothing, and the sampler goes on as if it had not begun."""
     task, asked = load("arithmetic", tiny[1], eval_problems=9), []
 
     def signalled(texts: list[str], answers: list) -> list[float]:
@@ -148,8 +150,8 @@ def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
 
 
 def test_local_file_without_split_holds_rows_back(tmp_path):
-    """Each epoch is a permutation of the training rows; held-out rows are never among them,
-    whatever the seed; a small file gives a quarter."""
+    """Each epoch is a permutation of the training rows. Held-out rows are never among them,
+    whatever the seed. A small file gives a quarter of its rows."""
     path = write(tmp_path / "sums.jsonl", numbered(10))
     task, other = load(path), load(path, seed=9)
     held_out = {problem.prompt for problem in task.held_out}
@@ -164,7 +166,8 @@ def test_local_file_without_split_holds_rows_back(tmp_path):
 
 
 def test_a_held_out_prompt_is_never_trained_on(tmp_path):
-    """Where rows repeat a prompt, and where another file holds some of the training's."""
+    """This holds if rows repeat a prompt, and if another file has some of the training's
+    prompts."""
     rows = [*numbered(20), *numbered(20), {"prompt": "question 3?", "answer": 4}]
     path = write(tmp_path / "set.jsonl", rows)
     task, other = load(path, eval_problems=5), load(path, eval_problems=5, seed=2)
@@ -180,7 +183,7 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
 
 
 def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_path):
-    """Whatever was drawn before, as on another rank or after a resume."""
+    """What was drawn before, on another rank or before a resume, makes no difference."""
     rows = [{"prompt": f"{i}?" + " long" * 20 * (i % 3 == 0), "answer": i} for i in range(300)]
     path = write(tmp_path / "set.jsonl", rows)
     task, again = (load(path, max_prompt_tokens=60, instruction="") for _ in range(2))
@@ -193,7 +196,7 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
 
 def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     """A prompt may have --max_prompt_tokens, but no more than the model's positions less
-    --max_new_tokens; and only tokens that the model has an embedding for."""
+    --max_new_tokens, and only tokens for which the model has an embedding."""
     tokenizer = Letters()
     tokenizer.model_max_length = 100
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
@@ -207,7 +210,7 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
 
 
 class Chat(Letters):
-    """With a chat template that shows the roles and the options that it is given."""
+    """A tokenizer with a chat template that shows the roles and the options it is given."""
 
     chat_template = "{{ enable_thinking }} {{ style }}"
 
@@ -228,7 +231,7 @@ def test_columns_and_the_chat_template(tmp_path):
 
 
 def test_options_of_the_chat_template(tmp_path, mine):
-    """For task files and rows alike."""
+    """The options reach task files and rows alike."""
     rows = write(tmp_path / "set.jsonl", numbered(8))
     for file in (str(mine), rows):
         task = load(file, Chat(), chat=("enable_thinking=false", "style=brief"))
@@ -241,8 +244,8 @@ def test_options_of_the_chat_template(tmp_path, mine):
 
 
 def test_texts_and_numbers_arrive_as_they_are(tmp_path):
-    """27.0 is 27, and nothing is rounded; a byte order mark, CRLF, empty lines and U+2028, at
-    which str.splitlines would cut, change nothing."""
+    """27.0 is 27, and nothing is rounded. A byte order mark, CRLF, empty lines and U+2028, at which
+    str.splitlines would cut, change nothing."""
     answers = ["27.0", "1234567.0", "3.14159265", str(10**20), '"007"', "0.00001", "true"]
     rows = [f'{{"prompt": "a\u2028{i}", "answer": {a}}}' for i, a in enumerate(answers)]
     path = tmp_path / "set.jsonl"
@@ -263,7 +266,7 @@ READ = [  # prompt, response, the response as a verifier reads it
 
 @pytest.mark.parametrize(("prompt", "response", "text"), READ)
 def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, text):
-    """Also where the tags are special tokens, or the prompt has the first one."""
+    """This holds if the tags are special tokens, too, and if the prompt has the first tag."""
     _, tokenizer = load_model(str(words))
     tokenizer.add_tokens(["<think>", "</think>", "<end>"], special_tokens=True)
     asked, said = tokenizer([prompt, response])["input_ids"]
@@ -280,12 +283,12 @@ QUESTION = "must end with a question"
 
 
 def of(answer: object) -> dict:
-    """A row with this answer."""
+    """Return a row with this answer."""
     return {"prompt": "x", "answer": answer}
 
 
 def asked(*prompt: object) -> dict:
-    """A row with these messages."""
+    """Return a row with these messages."""
     return {"prompt": list(prompt), "answer": 1}
 
 
@@ -317,7 +320,8 @@ MALFORMED = [  # the third row, and what is said of it
 
 @pytest.mark.parametrize(("row", "message"), MALFORMED)
 def test_malformed_rows_are_named(tmp_path, row, message):
-    """File, row and what it must be; a row that could be read otherwise is not guessed at."""
+    """The message has file and row, and says what the row must be. A row that could be read in
+    another way is not guessed at."""
     text = row if isinstance(row, str | bytes) else json.dumps(row)
     line = text.encode() if isinstance(text, str) else text
     path = tmp_path / "set.jsonl"
@@ -328,7 +332,8 @@ def test_malformed_rows_are_named(tmp_path, row, message):
 
 
 def test_a_column_inside_a_dict(tmp_path):
-    """verl's parquet; the refusal of the dict itself names the paths into it."""
+    """verl's parquet files have such columns. If the dict itself is asked for, the refusal names
+    the paths into it."""
     row = {"data_source": "gsm8k", "prompt": [USER], "ability": "math"}
     row |= {"reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": 1}}
     rows = [row | {"prompt": [USER | {"content": f"{i}?"}]} for i in range(5)]
@@ -361,7 +366,7 @@ AS_PUBLISHED = {  # the answer's column in rows of public copies: the reference
 
 @pytest.mark.parametrize("name", AS_PUBLISHED)
 def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
-    """References arrive as they are written; rows whose solution has none are left out and counted.
+    """References arrive as they are written. Rows whose solution has none are left out and counted.
     (The rows are copied from pages and issues about these sets, not from the hub.)"""
     columns = HUB[name]
     rows = [{columns.prompt: "x", columns.answer: answer} for answer in AS_PUBLISHED[name]]
@@ -374,7 +379,8 @@ def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
-    """Of the task's and of the evaluation's file, and not of their names."""
+    """The fingerprint depends on the contents of the task's and the evaluation's file, not on their
+    names."""
     one = write(tmp_path / "a.jsonl", numbered(8))
     same = write(tmp_path / "b.jsonl", numbered(8))
     test = write(tmp_path / "test.jsonl", numbered(50)[40:])
@@ -390,8 +396,9 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 
 
 def test_a_custom_task(mine):
-    """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
-    elsewhere; a file may hold several, and one without a reward is math-verify's."""
+    """Its problems come in order, with its own held-out problems and its reward in a bounded
+    worker. Another seed begins elsewhere. A file may hold several tasks, and a task without a
+    reward uses math-verify."""
     task = load(str(mine))
     assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
     assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
@@ -403,7 +410,7 @@ def test_a_custom_task(mine):
 
 
 def test_problems_by_chance_are_found(mine):
-    """A resumed run, and the process that scores, have others."""
+    """A resumed run, and the process that scores, would have other problems."""
     mine.write_text(MINE.replace('"8+1="', "str(__import__('random').random())"))
     task, resumed = load(str(mine)), load(str(mine))
     assert task.fingerprint != resumed.fingerprint
@@ -460,7 +467,8 @@ def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_pa
 
 
 def test_a_prompt_may_be_chat_messages(tmp_path, mine):
-    """In a task file and in rows; held out by what they say."""
+    """This holds in a task file and in rows. What the messages say decides whether a prompt is held
+    out."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     mine.write_text(f"held_out = [({chat}, '4')]\ntrain = lambda i: ('2?', '2')")
     task = load(str(mine), Chat())
@@ -475,7 +483,7 @@ def test_a_prompt_may_be_chat_messages(tmp_path, mine):
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
-    """Before the first step; also where one rank has no held-out problem."""
+    """It ends before the first step, also if one rank has no held-out problem."""
     held_out = 'held_out = [("8+1=", "9")]\ndef reward(response, answer): return rewrad\n'
     mine.write_text(MINE.partition("held_out")[0] + held_out)
     flags = ["--task", mine, "--run_dir", tmp_path / "run", *SMALL, "--steps", 1]

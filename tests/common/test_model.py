@@ -33,8 +33,8 @@ HEADS = [((40,), Head()), ((40,), Head(0.7)), ((40, 5), Head(0.7)), ((40, 5), He
 
 @pytest.mark.parametrize(("shape", "head"), HEADS)
 def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
-    """Value, entropy and both gradients, over several blocks with a ragged last one; of one token
-    at each place, or of five, of which one stands there twice; with a soft cap."""
+    """Value, entropy and both gradients are equal: over several blocks with a ragged last one; for
+    one token at each place, or for five, one of them twice; and with a soft cap."""
     monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
@@ -58,7 +58,7 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
 
 
 def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
-    """58 blocks: the gradient's error against float32 is that of bfloat16's own rounding, 0.3%."""
+    """With 58 blocks the gradient's error against float32 is bfloat16's own rounding, 0.3%."""
     monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
@@ -74,7 +74,8 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Within it: `size`, the number of elements of the largest tensor that an operation makes."""
+    """A context that records `size`, the number of elements of the largest tensor made inside
+    it."""
 
     size = 0
 
@@ -89,7 +90,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("others", [0, 20])
 def test_log_probs_never_hold_the_logits_of_all_tokens(others):
-    """On tensors with a shape and no storage: nothing is larger than the head's own gradient, also
+    """On tensors with a shape and no storage, nothing is larger than the head's own gradient, even
     with 20 more tokens at each place."""
     V, H, TOKENS = 151_936, 2048, 16_384  # Qwen3-1.7B's, and 8 answers of 2,048 tokens
     with torch.device("meta"):
@@ -101,7 +102,7 @@ def test_log_probs_never_hold_the_logits_of_all_tokens(others):
 
 
 def step_of(policy: Policy, tokenizer: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of a text, and the gradient of their sum."""
+    """Return log-probs of a text, and the gradient of their sum."""
     sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
     logp.sum().backward()
@@ -162,7 +163,7 @@ FAMILIES = {
 
 
 def untrained(family: str, folder: Path, **shape: object) -> None:
-    """The folder with another model."""
+    """Return the folder with another model."""
     (folder / "model.safetensors").unlink()
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
@@ -172,8 +173,8 @@ def untrained(family: str, folder: Path, **shape: object) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return a view
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_models_own(folder, world, family):
-    """The sampler's, and the trainer's, sharded and with layers that are computed again. What is
-    saved is the model, tied or not."""
+    """This holds for the sampler, and for the trainer, sharded and with layers that are recomputed.
+    What is saved is the model, tied or not."""
     untrained(family, folder, **FAMILIES[family])
     lm, tokenizer = load_model(str(folder))
     rollout = HFEngine(lm, world, 0, "float32", 64).generate([[3, 4, 5], [6, 7, 8]], 4, 12, 0.7)
@@ -208,8 +209,8 @@ def test_a_cache_that_changes_log_probs_is_named(folder, world, family):
 
 
 def test_a_model_that_does_not_compute_in_bfloat16_is_named(folder, world):
-    """By the trainer (a decay stays float32), and by the sampler (positions do). goldilocks'
-    teacher, which is called in another way, is sharded without that probe."""
+    """The trainer names it (a decay stays float32), and so does the sampler (positions do).
+    goldilocks' teacher, which is called in another way, is sharded without that probe."""
     teacher = goldilocks.Teacher(load_model("tiny")[0].base_model)
     shard(teacher, grpo.Args(dtype="bfloat16"), world)
     untrained("minimax", folder, **UNCACHED["minimax"][0])
@@ -236,7 +237,7 @@ def test_layers_that_share_weights_are_not_sharded(world):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the embedded model's folder."""
+    """Copy the embedded model's folder."""
     return Path(shutil.copytree(EMBEDDED["tiny"], tmp_path / "model"))
 
 
@@ -293,7 +294,7 @@ DAMAGES = [  # entries of config.json, or a function; what is said
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_a_broken_model_folder_is_named(folder, damage, message):
-    """One line, nothing filled in with random numbers."""
+    """The run ends with one line, and nothing is filled in with random numbers."""
     if isinstance(damage, dict):
         changed(folder / "config.json", **damage)
     else:
@@ -305,8 +306,8 @@ def test_a_broken_model_folder_is_named(folder, damage, message):
 
 @pytest.mark.parametrize("says_tied", [True, False])
 def test_a_head_of_its_own_and_left_over_weights_load(folder, world, says_tied):
-    """What is not missing is not refused: weights of a vision tower beside them. Where config.json
-    says that head and embedding are one, the weights decide, and the saved config.json tells."""
+    """Surplus weights, such as a vision tower's, are not refused. If config.json says that head and
+    embedding are tied, the weights decide, and the saved config.json tells the truth."""
     changed(folder / "config.json", tie_word_embeddings=says_tied)
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -322,7 +323,7 @@ def test_a_head_of_its_own_and_left_over_weights_load(folder, world, says_tied):
 
 @pytest.mark.parametrize("theirs", ["eager", "evil/kernel"])
 def test_a_folder_chooses_neither_attention_nor_length(folder, theirs):
-    """A kernel of the hub's would be code that is run; the tokenizer's length is often another
+    """A kernel from the hub would be code that is run, and the tokenizer's length is often another
     model's."""
     changed(folder / "config.json", _attn_implementation=theirs)
     changed(folder / "tokenizer_config.json", model_max_length=100)
@@ -345,8 +346,8 @@ GENERATION = {  # generation_config.json: the EOS ids that a run takes from it
 
 @pytest.mark.parametrize("text", GENERATION)
 def test_no_generation_config_stops_loading_or_saving(folder, text, tmp_path, world):
-    """transformers refuses each of these at one of the two. What is saved is what was read, with
-    the EOS ids of the run."""
+    """transformers refuses each of these either at loading or at saving. What is saved is what was
+    read, with the EOS ids of the run."""
     path = folder / "generation_config.json"
     path.write_text(text)
     lm, tokenizer = load_model(str(folder))
@@ -382,7 +383,7 @@ def test_the_chat_templates_end_of_a_turn_ends_a_response(words, tmp_path, capsy
 
 @pytest.mark.parametrize("added", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])
 def test_a_prompt_without_a_template_begins_with_bos_and_never_ends_with_eos(words, added):
-    """Whatever the tokenizer adds to a text."""
+    """This holds whatever the tokenizer adds to a text."""
     _, tokenizer = load_model(str(words))
     special = [("<s>", 0), ("</s>", 1)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(added, special_tokens=special)
@@ -412,7 +413,8 @@ def test_a_template_that_swallows_the_prompt_is_named(words, template):
 
 @pytest.mark.slow
 def test_damaged_numbers_in_the_weights_stop_the_run(folder, tmp_path, capsys):
-    """NaN weights, or weights that a far too large step has made so: one line, exit code 1."""
+    """NaN weights, or weights after a far too large step, end the run with one line and exit code
+    1."""
     path = folder / "model.safetensors"
     weights = load_file(path)
     weights["model.norm.weight"].fill_(float("nan"))

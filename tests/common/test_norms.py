@@ -29,7 +29,7 @@ MODELS = {
 
 
 def model(name: str) -> torch.nn.Module:
-    """An untrained model whose every parameter, norms and biases included, is a random number."""
+    """Return an untrained model in which every parameter, norms and biases included, is random."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="sdpa").eval()
@@ -39,7 +39,8 @@ def model(name: str) -> torch.nn.Module:
 
 
 def responses(seed: int = 0, n: int = 9, longest: int = 40) -> Rollout:
-    """Prompts and responses of unequal lengths, tokens that repeat, and <pad> inside some."""
+    """Return prompts and responses of unequal lengths, with tokens that repeat, and <pad> inside
+    some."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(least: int, most: int) -> list[int]:
@@ -52,7 +53,8 @@ def responses(seed: int = 0, n: int = 9, longest: int = 40) -> Rollout:
 
 
 def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Σ log π and |∇ Σ log π| of each response alone, in float64, by the model's own logits."""
+    """Return Σ log π and |∇ Σ log π| of each response alone, in float64, from the model's own
+    logits."""
     lm, sums, norms = copy.deepcopy(lm).double(), [], []
     for row, start, end in zip(batch.sequences, batch.prompt_len.tolist(), batch.ends.tolist()):
         logits = lm(row[None, :end]).logits[0, start - 1 : end - 1] / T  # [T, V]
@@ -65,7 +67,7 @@ def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def check(name: str, world: World, **how: object) -> None:
-    """`gradient_norms` gives what separate passes give."""
+    """Check that `gradient_norms` gives what separate passes give."""
     lm, batch = model(name), responses(**how)
     logp, norms = common.scale.norms.gradient_norms(Policy(lm), batch, ARGS, world)
     sums, expected = separately(lm, batch)
@@ -76,15 +78,16 @@ def check(name: str, world: World, **how: object) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_those_of_separate_passes(world, name):
-    """Tied and untied heads, biases, q/k norms; padded micro-batches of several sizes."""
+    """This holds for tied and untied heads, biases, q/k norms, and padded micro-batches of several
+    sizes."""
     assert not common.scale.norms.unsupported_module(Policy(model(name)))
     check(name, world)
 
 
 @pytest.mark.slow
 def test_either_side_of_a_linear_map(world, monkeypatch):
-    """Short responses go by pairs of places, long ones by the gradient itself; for a large
-    vocabulary one response, and one token of it, at a time."""
+    """Short responses are computed by pairs of places, long ones by the gradient itself; for a
+    large vocabulary one response, and one token of it, at a time."""
     for longest in (5, 120):
         check("Qwen2, q/k/v biases, tied", world, longest=longest)
     monkeypatch.setattr(common.scale.norms, "BLOCK_ELEMENTS", 1)
@@ -94,8 +97,8 @@ def test_either_side_of_a_linear_map(world, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02)])
 def test_sharded_and_recomputed(world, dtype, tolerance):
-    """As on GPUs: FSDP2 that casts down (0.7% off was seen), and layers that are run again in the
-    backward pass, and counted once."""
+    """As on GPUs, FSDP2 casts down (0.7% off was seen), and layers that are run again in the
+    backward pass are counted once."""
     batch, args = responses(), vcpo.Args(dtype=dtype, gradient_checkpointing=True)
     policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
     _, norms = common.scale.norms.gradient_norms(policy, batch, ARGS, world)
@@ -107,7 +110,7 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
 
 
 def test_nothing_is_left_behind(world):
-    """No gradient and no hook; an empty batch is possible."""
+    """No gradient and no hook stays, and an empty batch is possible."""
     policy, batch = Policy(model("Qwen3, q/k norms, tied")), responses()
     common.scale.norms.gradient_norms(policy, batch, ARGS, world)
     assert all(p.grad is None for p in policy.parameters())
@@ -118,7 +121,7 @@ def test_nothing_is_left_behind(world):
 
 @pytest.mark.slow
 def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
-    """No norm is guessed, as for a mixture of experts."""
+    """No norm is guessed, for example of a mixture of experts."""
     flags = [*SMALL, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
     assert run_here(vcpo.main, *flags) == 2
     assert "Qwen3MoeExperts: no gradient norms" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from tests import adapters
 
 
 def test_arithmetic():
-    """The answer is what follows the last mark, to the letter."""
+    """The answer is exactly what follows the last mark."""
     for completion in ("7*8=56;56-9=47#47", "#47", "#48#47"):
         assert adapters.reward("arithmetic", completion, "47") == 1, completion
     for completion in ("47", "#147", "#471", "# 47", "#047", "#47#48", "#47;", "#", ""):
@@ -31,8 +31,8 @@ HOSTILE = {
 
 
 def test_hostile_answers_cost_little_and_earn_nothing():
-    """Each scores 0 in bounded time, the honest answers after it are judged as always, and what
-    broke its bounds is counted."""
+    """Each scores 0 in bounded time. Honest answers after it are judged as always, and what broke
+    its bounds is counted."""
     verifier, start = Verifier(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
     given, scores = [], []
     for hostile in HOSTILE.values():
@@ -106,8 +106,8 @@ def verifier(tmp_path_factory):
 
 @pytest.mark.parametrize("how", [*FAILURES, *LATER])
 def test_a_reward_that_fails_costs_one_answer_at_most(how, verifier, capfd):
-    """It is counted, and said once, with the line of the file; the answers after it get their own
-    verdicts, also where a fork came back with a second one."""
+    """The failure is counted, and told once, with the line of the file. The answers after it get
+    their own verdicts, even if a fork came back with a second one."""
     verifier.failure, verifier.killed, expected = "", 0, (FAILURES | SLOW)[how]
     assert verifier([how, "7", "8", how, "7"], ["7"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
     assert verifier.killed == 2 * bool(expected)
@@ -117,7 +117,7 @@ def test_a_reward_that_fails_costs_one_answer_at_most(how, verifier, capfd):
 
 
 def test_one_file_may_hold_several_tasks(tmp_path):
-    """Each an object with a `reward`; one that is no function fails on every answer."""
+    """Each task is an object with a `reward`. One that is no function fails on every answer."""
     text = "from multiprocessing import Pool\ndef half(x): return x / 2\n"  # found by pickle
     text += "class A:\n    reward = staticmethod(lambda *both: Pool(1).map(half, [1])[0])\n"
     text += "class B: reward = 1\n"
@@ -129,7 +129,7 @@ def test_one_file_may_hold_several_tasks(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
-    """You may write at the file meanwhile, and the out-of-memory killer may end a worker: the one
+    """You may edit the file meanwhile, and the out-of-memory killer may end a worker. The worker
     that takes its place runs the old text."""
     verifier = verifier_of(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
     assert verifier(["a"], ["b"]) == [0.25]
@@ -141,8 +141,8 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
 
 
 def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
-    """Neither a `common` nor a json.py of the current folder, but what lies beside the reward's
-    file."""
+    """It imports neither a `common` nor a json.py of the current folder, but what lies beside the
+    reward's file."""
     (tmp_path / "here/common").mkdir(parents=True)
     for name in ("common/__init__.py", "json.py", "socket.py"):
         (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")

@@ -29,8 +29,8 @@ def prompts(tiny):
 
 @pytest.mark.parametrize(("temperature", "max_rows"), [(1.0, 1024), (0.6, 16)])
 def test_sampler_and_trainer_agree(world, tiny, prompts, temperature, max_rows):
-    """log μ of every sampled token, prompts of different lengths together, equals the trainer's at
-    that temperature, also where prompts are decoded in turns."""
+    """log μ of every sampled token equals the trainer's at that temperature, with prompts of
+    different lengths together, and if prompts are decoded in turns."""
     engine = HFEngine(tiny[0], world, 0, "float32", max_rows)
     rollout = engine.generate(prompts, 8, 64, temperature)
     assert len(rollout) == 32
@@ -39,8 +39,8 @@ def test_sampler_and_trainer_agree(world, tiny, prompts, temperature, max_rows):
 
 
 def test_the_most_likely_tokens(world, tiny, prompts):
-    """On request the sampler reports them with their log-probs, at most the vocabulary; the
-    trainer's log-probs of the same ids equal them, in their order, and are 0 on padding."""
+    """On request the sampler reports them with their log-probs, at most the whole vocabulary. The
+    trainer's log-probs of the same ids equal them, in the same order, and are 0 on padding."""
     for asked, given in ((3, 3), (99, 18)):
         engine = HFEngine(tiny[0], world, 0, "float32", 16, top=asked)
         rollout = engine.generate(prompts, 8, 64, 0.6)
@@ -91,8 +91,8 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it(engine, tiny, prompts):
-    """The first token at temperature 3: drawn are the most likely ones that together have
-    probability 0.9, and all of them."""
+    """At temperature 3 the first tokens drawn are the most likely ones that together have
+    probability 0.9, and all of these."""
     with torch.no_grad():
         probs = (tiny[0](torch.tensor(prompts[:1])).logits[0, -1] / 3).softmax(-1)
     mass, order = probs.sort(descending=True)
@@ -103,7 +103,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(engine, tiny, prompts):
 
 
 def test_runs_repeat(tiny, world, prompts):
-    """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
+    """The same seed gives the same samples; another seed or rank gives others. The state carries on
+    from where it was."""
 
     def make(seed: int, rank: int = 0) -> HFEngine:
         return HFEngine(tiny[0], World(rank, 1, world.device), seed, "float32", 1024)
@@ -136,7 +137,7 @@ def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
 
 
 def verifier(args: Args) -> Callable[[float], dict]:
-    """`Run.check_sampler` of a run that has just begun, as a function of the gap."""
+    """Return `Run.check_sampler` of a run that has just begun, as a function of the gap."""
     run, one = SimpleNamespace(args=args, apart=0, world=ALONE), torch.ones(1, 1)
 
     def check(gap: float) -> dict:
@@ -146,8 +147,8 @@ def verifier(args: Args) -> Callable[[float], dict]:
 
 
 def test_check_fires_where_the_gap_stays(world):
-    """One bad step of a healthy run (long degenerate answers) is forgiven, the third in a row is
-    not, and ten times the tolerance never; nor is NaN."""
+    """One bad step of a healthy run (long degenerate answers) is forgiven, but not the third in a
+    row. Ten times the tolerance, or NaN, is never forgiven."""
     step = verifier(Args(dtype="float32"))
     for gap in (2e-3, 2e-3, 1e-4, 2e-3, 2e-3):
         step(gap)
@@ -159,8 +160,8 @@ def test_check_fires_where_the_gap_stays(world):
 
 
 def test_micro_batches_stay_within_the_budget(world):
-    """At most max_tokens padded tokens each; one longer row stands alone. (tests/loop holds that
-    every row is in one, also where another rank needs more.)"""
+    """Each has at most max_tokens padded tokens; a longer row stands alone. (tests/loop checks that
+    every row is in one, also if another rank needs more.)"""
     lengths = torch.randint(5, 80, (64,), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(64, 1)
     batch = Rollout(tokens=mask, mask=mask, prompt_len=lengths)

@@ -35,15 +35,15 @@ def sample(moe: tuple, world: object, dtype: str = "float32") -> Rollout:
 
 
 def fed(batch: Rollout) -> torch.Tensor:
-    """True [N, S] on the tokens that the sampler read: all but the last sampled one."""
+    """Return True [N, S] on the tokens that the sampler read: all but the last sampled one."""
     end = batch.prompt_len + batch.mask.sum(dim=1).long()
     return torch.arange(batch.sequences.shape[1]) < end[:, None] - 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
 def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
-    """With the same weights, prompt and response, token by token and layer by layer. Rounded to
-    float8 some tokens go elsewhere, until their experts are replayed."""
+    """With the same weights they agree, in prompt and response, token by token and layer by layer.
+    If weights are rounded to float8, some tokens go elsewhere until their experts are replayed."""
     rollout, policy = sample(moe, world, dtype), Policy(copy.deepcopy(moe[0]))
     experts = all_logprobs(policy, rollout, args, world, experts=True).experts
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
@@ -64,7 +64,7 @@ SHAPE |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_he
 
 
 def untrained(family: str) -> PreTrainedModel:
-    """A random model, its weights so large that experts differ."""
+    """Return a random model with weights so large that experts differ."""
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE)).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in lm.parameters():
@@ -75,8 +75,8 @@ def untrained(family: str) -> PreTrainedModel:
 @pytest.mark.parametrize("family", ["olmoe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_other_families_replay(family):
-    """One has its softmax before the top k and one after it. Recording changes nothing; the
-    recorded choice gives the same logits, another one gives others and is obeyed."""
+    """One family has its softmax before the top k, one after it. Recording changes nothing. The
+    recorded choice gives the same logits; another choice gives others, so it is obeyed."""
     lm, tokens = untrained(family), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
     routing = Routing(lm)
@@ -103,7 +103,7 @@ def test_a_router_that_cannot_be_replayed_is_left_alone():
 
 @pytest.mark.slow
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
-    """Replaying what was just recorded changes neither value nor gradient, also where layers are
+    """Replaying what was just recorded changes neither value nor gradient, even if layers are
     recomputed."""
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)

@@ -7,8 +7,8 @@ from common.records.samples import Samples
 
 
 def test_three_groups_are_kept():
-    """Of problems 4 to 8 the first with different rewards, the largest |weight|, the lowest reward;
-    once each."""
+    """Of problems 4 to 8 three are kept, each once: the first with different rewards, the one with
+    the largest |weight|, and the one with the lowest reward."""
     rewards = torch.tensor([1.0, 1, 0, 1, 0, 1, 0, 0, 1, 1])
     weight = torch.tensor([0.0, 0, 1, -1, 3, -3, 0, 0, 0, 0])[:, None].repeat(1, 2)  # [N, T]
     mask = torch.ones(10, 2)

@@ -32,8 +32,8 @@ def use_cpu_build() -> None:
 
 
 def push_reaches_all_weights() -> None:
-    """By default linear weights are packed at load, and a later push misses what is tied to them
-    (the head)."""
+    """Let a push reach all weights. By default linear weights are packed at load, and a later push
+    misses what is tied to them (the head)."""
     from vllm import _custom_ops as kernels
 
     assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
@@ -41,7 +41,8 @@ def push_reaches_all_weights() -> None:
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
+    """Pack experts' weights again. On a CPU vLLM packs them only at the first load, but pushed
+    weights need it, too."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:

@@ -1,6 +1,6 @@
-"""What runs on GPUs alone, as far as it can be held without one.
+"""What runs only on GPUs, as far as it can be tested without one.
 
-Whether the kernels do what they should is for tests/gpu; vLLM itself is in test_vllm.py.
+tests/gpu checks whether the kernels do what they should; vLLM itself is in test_vllm.py.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Sampler:
-    """vLLM's LLM, as far as `generate` knows it: each answer is the prompt's last token and EOS."""
+    """vLLM's LLM, as far as `generate` knows it. Each answer is the prompt's last token and EOS."""
 
     def __init__(self, experts: type):
         self.experts, self.seeds = experts, []
@@ -41,8 +41,8 @@ class Sampler:
 
 @pytest.mark.parametrize(("theirs", "ours"), [(np.uint8, torch.uint8), (np.uint16, torch.int16)])
 def test_what_a_rollout_is_made_of(world, theirs, ours):
-    """Prefixes belong to the response, experts to every token but the last, also where there are
-    more than 256; each response has a seed of its own, and the next call has others."""
+    """Prefixes belong to the response. Experts are reported for every token but the last, also if
+    there are more than 256. Each response has its own seed, and the next call has other seeds."""
     engine = SimpleNamespace(
         calls=0, seed=7, top=0, eos=[1], world=world, group=None, reports_experts=True
     )
@@ -59,8 +59,8 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
 
 
 def test_a_push_has_the_names_of_published_checkpoints():
-    """Experts one by one, routers' biases, which are buffers, in float32: rounded they would choose
-    other experts."""
+    """Experts are pushed one by one. Routers' biases, which are buffers, are pushed in float32,
+    because rounded they would choose other experts."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
     config = AutoConfig.for_model("minimax_m2", **sizes, num_local_experts=4)
     with torch.device("meta"):
@@ -77,8 +77,8 @@ def test_a_push_has_the_names_of_published_checkpoints():
 
 
 def test_the_heads_products_are_float32(monkeypatch):
-    """On a GPU by the kernel's own output type, forward and backward: rounded to bfloat16 first it
-    would be too late."""
+    """On a GPU the kernel's own output type makes them so, forward and backward. If they were
+    rounded to bfloat16 first, it would be too late."""
     asked = []
     monkeypatch.setattr(torch, "mm", lambda *given, out_dtype: asked.append(out_dtype) or given[0])
     monkeypatch.setattr(torch, "addmm", lambda *given, out_dtype, out: asked.append(out_dtype))

@@ -1,5 +1,5 @@
-"""The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and
-`datasets` on files."""
+"""The optional packages themselves instead of stand-ins: wandb without a network, reasoning-gym,
+and `datasets` on files."""
 
 import datasets
 import grpo
@@ -13,7 +13,7 @@ from tests.repository.test_yours import save_examples
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
-    """The package, without a network and without the user's key."""
+    """Return the package, without a network and without the user's key."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -25,7 +25,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 def test_wandb_gets_the_flags_and_every_step(tmp_path, wandb):
-    """Each run under an id of its own, which a resumed one keeps, whatever their names."""
+    """Each run has its own id, whatever its name, and a resumed run keeps it."""
     flags = [*SMALL, "--seed", 7, "--wandb", "project", "--run_dir"]
     for more in (["one/a#b"], ["two/a#b"], ["one/a#b", "--resume", "--steps", 3]):
         more[0] = tmp_path / more[0]
@@ -45,7 +45,7 @@ def test_wandb_gets_the_flags_and_every_step(tmp_path, wandb):
     [("project", "online", "No API key configured"), ("a/b", "offline", "Invalid project name")],
 )
 def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch, wandb, capsys):
-    """Before the model is loaded."""
+    """The run ends before the model is loaded."""
     monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.setattr(grpo, "load_model", None)
     monkeypatch.setattr("sys.stdin", None)  # nobody to ask
@@ -57,8 +57,8 @@ def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch
 
 
 def test_reasoning_gym_itself(tmp_path, monkeypatch):
-    """docs/tasks/puzzles.py: a right answer scores 1, another one less; prompts and held-out
-    problems are the same in every run, and apart."""
+    """In docs/tasks/puzzles.py a right answer scores 1, another one less. Prompts and held-out
+    problems are the same in every run, and disjoint."""
     gym = pytest.importorskip("reasoning_gym")
     save_examples(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_reasoning_gym_itself(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", HUB)
 def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
-    """Path, split and columns of each set, read by `datasets` from files that stand in for the
+    """`datasets` reads path, split and columns of each set, from files that stand in for the
     hub's."""
     row, answer = ROWS[name]
     columns, real = HUB[name], datasets.load_dataset

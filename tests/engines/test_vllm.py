@@ -33,7 +33,7 @@ def args_of(**changes: object) -> object:
 
 
 def moved(name: str) -> tuple[Policy, object]:
-    """A policy whose every parameter has left the checkpoint's value."""
+    """Return a policy in which every parameter has left the checkpoint's value."""
     lm, tokenizer = load_model(name)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def moved(name: str) -> tuple[Policy, object]:
 
 
 def random(tmp_path: Path, family: str) -> Path:
-    """A small model of a family, with random weights."""
+    """Return a small model of a family, with random weights."""
     _, tokenizer = load_model("tiny")
     sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -71,7 +71,8 @@ def gap(
     world: object,
     **how: object,
 ) -> float:
-    """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
+    """Return the largest |log π_old - log μ| over a rollout, after the run's check as in a third
+    such step."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
     rollout.old_logp = all_logprobs(policy, rollout, args, world).logp
@@ -96,7 +97,8 @@ def world(finished):
 
 @pytest.fixture(scope="module")
 def engine_of(world, tmp_path_factory):
-    """The engine of a model, holding its checkpoint's weights; built once, some seconds each."""
+    """Return the engine of a model, with its checkpoint's weights. It is built once, which takes
+    some seconds."""
     built = {}
 
     def build(name: str) -> tuple[VLLMEngine, str]:
@@ -116,7 +118,8 @@ def engine_of(world, tmp_path_factory):
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
-    """What --save_hf writes, read by vLLM from disk, nothing pushed: the trainer's log-probs."""
+    """vLLM reads from disk what --save_hf wrote, without a push, and has the trainer's
+    log-probs."""
     engine_of("tiny-moe")
     policy, tokenizer = moved(model)
     save_model(shard(policy, args_of(), world), tokenizer, tmp_path / "model", world)
@@ -130,9 +133,10 @@ def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
     [("tiny", 0.7), ("tiny-moe", 0.7), ("qwen2", 1.0), ("mixtral", 1.0), ("glm4_moe", 1.0)],
 )
 def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
-    """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them
-    along. Biases and a head of its own (Qwen2); experts by the names of their own checkpoints (w1,
-    w2 and w3 in Mixtral); a bias for their choice, which is a buffer (GLM-4)."""
+    """Processed log-probs at the sampling temperature equal the trainer's, to float32's rounding,
+    and a push changes them along. The models have biases and an untied head (Qwen2); experts by the
+    names of their own checkpoints (w1, w2 and w3 in Mixtral); and a bias for the choice of experts,
+    which is a buffer (GLM-4)."""
     engine, path = engine_of(model)
     args = args_of(model=path, temperature=temperature)
     lm, tokenizer = load_model(path)
@@ -143,14 +147,14 @@ def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
 
 
 def test_a_family_that_vllm_cannot_reload_is_named(engine_of):
-    """MiniMax-M2: its loaders of two norms have no name, which vLLM asks for."""
+    """In MiniMax-M2 the loaders of two norms have no name, which vLLM asks for."""
     with pytest.raises(RunStopped, match="take over the trainer's weights .*: use --rollout hf"):
         engine_of("minimax_m2")
 
 
 @pytest.fixture
 def incomplete(monkeypatch):
-    """Lets pushes leave out the tensors with a text in their names."""
+    """Let pushes leave out the tensors with a text in their names."""
     whole = vllm_module.checkpoint_tensors
 
     def leave_out(text: str) -> None:
@@ -172,7 +176,7 @@ def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
 
 
 def test_a_part_of_a_weight_that_never_arrives_stops_the_run(engine_of, world, incomplete):
-    """vLLM fuses two matrices; the half without values is what was in memory."""
+    """vLLM fuses two matrices. The half that gets no values keeps what was in memory."""
     lm, tokenizer = load_model("tiny")
     policy, args = Policy(lm), args_of()
     engine_of("tiny")
@@ -184,8 +188,8 @@ def test_a_part_of_a_weight_that_never_arrives_stops_the_run(engine_of, world, i
 
 
 def test_prefixes_lengths_and_stops(engine_of):
-    """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy
-    agrees with hf."""
+    """A response goes on from its prefix within the limit. EOS ends it and is counted. Greedy
+    responses agree with hf."""
     engine, _ = engine_of("tiny")
     lm, tokenizer = load_model("tiny")
     prompt, prefix = tokenizer("7*8-9+6=")["input_ids"], tokenizer("7*8=56;")["input_ids"]
@@ -204,7 +208,7 @@ def test_prefixes_lengths_and_stops(engine_of):
 
 @pytest.mark.parametrize("top", [3, 99])
 def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
-    """Three, or the whole vocabulary of 18: the same ids and log-probs as the trainer's."""
+    """With three, or with the whole vocabulary of 18, ids and log-probs are the trainer's."""
     engine_of("tiny")
     lm, tokenizer = load_model("tiny")
     engine = make_engine(args_of(model="tiny"), lm, world, record_top=top)
@@ -220,13 +224,13 @@ def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
 
 
 def forced(texts: list[str], answers: list) -> list[tuple[str | None, str]]:
-    """Once a response has ended it is made to go on."""
+    """Make a response go on after it has ended."""
     return [(None if "+0" in text else ";7*8=56;56+0=", "") for text in texts]
 
 
 def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
-    """Sampled, the trainer's log-probs at each token that is not the tool's; greedily, and with
-    forced tokens, the same rows with the same holes."""
+    """Sampled tokens have the trainer's log-probs. Greedily, and with forced tokens, the rows and
+    their holes are the same."""
     engine_of("tiny-moe")
     lm, tokenizer = load_model("tiny")
     rollouts = {}
@@ -246,7 +250,7 @@ def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
 
 
 def test_samples_repeat_with_the_state_and_not_without(engine_of):
-    """What resume needs: the same state draws the same samples, the next call others."""
+    """Resume needs this: the same state draws the same samples, and the next call others."""
     engine, _ = engine_of("tiny")
     prompts = [load_model("tiny")[1](prompt)["input_ids"] for prompt in PROMPTS]
     state = engine.state_dict()
@@ -256,8 +260,8 @@ def test_samples_repeat_with_the_state_and_not_without(engine_of):
 
 
 def test_a_run_learns_and_resumes(tmp_path):
-    """`grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
-    resume goes on."""
+    """With `grpo.py --rollout vllm` greedy accuracy rises as with hf, the sampler agrees at every
+    step, and resume goes on."""
     flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10]
     flags += ["--run_dir", tmp_path / "run"]
     run = started(*RUN, "grpo", *flags, "--steps", 25)
@@ -269,8 +273,8 @@ def test_a_run_learns_and_resumes(tmp_path):
 
 
 def test_two_ranks(tmp_path):
-    """torchrun with an engine in each rank: different samples, one policy; then one engine for
-    both."""
+    """torchrun has an engine in each rank, with different samples and one policy; then one engine
+    for both."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ranks += [*RUN, "grpo", *SMALL]
     for extra in ([], ["--tensor_parallel", 2]):

@@ -22,7 +22,7 @@ BY_TIME = [
 
 
 def solution(name: str) -> str:
-    """The true file; of one function of exercises.py its blank, filled in."""
+    """Return the true file, or the blank of one function of exercises.py, filled in."""
     if name in PATHS:
         return PATHS[name].read_text()
     lines, node = blank.EXERCISES.read_text().splitlines(), blank.single()[name]
@@ -43,7 +43,7 @@ def test_the_true_file_passes_and_its_blank_does_not(name):
 
 
 def wrong(*pairs: tuple[str, str]) -> str:
-    """grpo.py with these pieces of its text replaced."""
+    """Return grpo.py with these pieces of its text replaced."""
     source = PATHS["grpo"].read_text()
     for old, new in pairs:
         assert source.count(old) == 1, old
@@ -101,7 +101,7 @@ def test_answers_that_students_give(answer):
 
 @pytest.mark.parametrize("page", ["docs/questions.md", "docs/zh/questions.md"])
 def test_the_whiteboards_answer_passes(page):
-    """Of question 28, typed into the blank file."""
+    """The answer to question 28, typed into the blank file, passes."""
     _, _, question = (ROOT / page).read_text("utf-8").partition("### 28. ")
     code = question.partition("```python\n")[2].partition("```")[0]
     source = f"{blank.blank('grpo')}\n\n{code}"  # later definitions win
@@ -110,8 +110,8 @@ def test_the_whiteboards_answer_passes(page):
 
 
 def test_the_core_is_the_formula():
-    """Without metrics and the flag kl_ratio its six checks hold. As long as one of them does not,
-    nothing else is told."""
+    """Its six checks hold without metrics and without the flag kl_ratio. As long as one of them
+    fails, nothing else is told."""
     plain = [(RATIO, NO_RATIO), ("    return stats\n", "    return {}\n")]
     every = grade.checks_of("grpo")
     core = [check for check in every if not grade.comes_later(check)]
@@ -143,7 +143,7 @@ ACCIDENTS = {
 
 @pytest.mark.parametrize("case", ACCIDENTS)
 def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
-    """Exit code 1, no traceback; what the file prints is not in the verdict."""
+    """The exit code is 1, there is no traceback, and what the file prints is not in the verdict."""
     source, words = ACCIDENTS[case]
     monkeypatch.setattr(grade, "SECONDS", 2)
     path = tmp_path / "pass_at_k.py"
@@ -156,7 +156,7 @@ def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_no_exercise_is_refused(tmp_path, monkeypatch, capsys):
-    """A pipe would be read for ever; a name that is no exercise's needs --exercise."""
+    """A pipe would be read for ever, and a name that is no exercise's needs --exercise."""
     os.mkfifo(tmp_path / "grpo.py")
     (tmp_path / "nope.py").write_text("x = 1\n")
     for name, words in (("grpo", "not a file"), ("nope", "Give --exercise NAME, one of grpo")):
@@ -164,7 +164,7 @@ def test_what_is_no_exercise_is_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_the_reference_is_the_repositorys(tmp_path):
-    """Also where the current folder, which Python looks in first, has a file of that name."""
+    """This holds even if the current folder, where Python looks first, has a file of that name."""
     (tmp_path / "grpo.py").write_text("while True: pass\n")
     code = "import labs, importlib.util; print(importlib.util.find_spec('grpo').origin)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -175,7 +175,7 @@ def test_the_reference_is_the_repositorys(tmp_path):
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))
 def test_every_bug_is_one_place_and_seen(number):
-    """What is damaged stands once, and the check named turns red."""
+    """The damaged text occurs once, and the named check turns red."""
     one = bug.BUGS[number - 1]
     compile(bug.damaged(one), "damaged", "exec")
     assert f"{one.file}.py:" in bug.reveal(number) and one.seen_by in bug.reveal(number)

@@ -1,5 +1,5 @@
-"""The labs: each toy goes the way of its page, each lab of training runs would start, and its runs
-are kept and continued."""
+"""The labs: each toy agrees with its page, each lab of training runs would start, and its runs are
+kept and continued."""
 
 import importlib
 import importlib.machinery
@@ -30,12 +30,12 @@ RUNS = [name for name in LABS if lab.is_training(LABS[name])]
 
 
 def results(table: Path) -> dict:
-    """The runs of a table."""
+    """Return the runs of a table."""
     return json.loads(table.read_text())["results"]
 
 
 def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
-    """`python -m MODULE WORDS`, in this process."""
+    """Run `python -m MODULE WORDS` in this process."""
     patch.setattr(sys, "argv", ["lab", *map(str, words)])
     patch.delitem(sys.modules, module, raising=False)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -52,7 +52,7 @@ CLAIMS = {
 
 
 def goes_its_way(name: str, runs_of: dict) -> None:
-    """The medians over seeds rise from arm to arm."""
+    """Check that the medians over seeds rise from arm to arm."""
     measured, *arms = CLAIMS[name]
     medians = [np.median([np.ravel(run[measured])[-1] for run in runs_of[arm]]) for arm in arms]
     for less, more in zip(medians, medians[1:]):
@@ -61,7 +61,7 @@ def goes_its_way(name: str, runs_of: dict) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in RUNS])
 def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
-    """In the shipped table, and in one seed at full length."""
+    """It does so in the shipped table, and in one seed at full length."""
     goes_its_way(name, results(ROOT / f"labs/{name}/table.json"))
     start(monkeypatch, f"labs.{name}.__main__", "--out", tmp_path, "--quick", "--seeds", 1)
     quick = results(tmp_path / f"{name}/table.quick.json")
@@ -75,7 +75,7 @@ def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_shipped_table_of_runs_becomes_a_figure(name, tmp_path, monkeypatch, capsys):
-    """It has every arm's command line, so nothing is run again. What is damaged stands in its
+    """The table has every arm's command line, so nothing is run again. Damaged text occurs in its
     file."""
     module = LABS[name]
     shutil.copytree(ROOT / "labs" / name, tmp_path / name)
@@ -109,7 +109,7 @@ class Runs(ModuleType):
 
 
 def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
-    """What is in the table of the same command line is not run again."""
+    """A run that the table has, with the same command line, is not run again."""
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
@@ -137,8 +137,8 @@ open(folder + "/metrics.jsonl", "w").write('{"step": 0, "greedy": 0.25}\\n')
 
 
 def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
-    """It ends with exit code 0 and no summary; one that broke ends with 1 and a traceback; one that
-    stopped itself is a result."""
+    """A run that somebody stopped ends with exit code 0 and no summary; a run that broke ends with
+    1 and a traceback. A run that stopped itself is a result."""
     file, greedy = tmp_path / "stopped.py", ("greedy",)
     file.write_text(STOPPED)
     with pytest.raises(BadInput, match="was stopped before its end"):
@@ -152,7 +152,7 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
 
 
 def test_a_watched_run_trains_as_if_nobody_watched():
-    """And KL and distance grow with the updates of a rollout."""
+    """KL and distance grow with the updates of a rollout."""
     words = (
         "grpo.py --steps 2 --prompts_per_step 4 --minibatches 4 --eval_problems 4 --eval_every 2"
     )
@@ -166,7 +166,8 @@ def test_a_watched_run_trains_as_if_nobody_watched():
 
 
 def test_a_departure_is_one_that_lasts():
-    """Above the calm runs at step 1, among them at 2, below from 3 on; another never leaves."""
+    """One run is above the calm runs at step 1, among them at 2 and below them from 3 on. Another
+    never leaves."""
     calm = [{"x@": [0, 1, 2, 3, 4], "x": [9, low, low, low, low]} for low in (1, 2)]
     falls = {"x@": [0, 1, 2, 3, 4], "x": [9, 3, 2, 0.5, 0]}
     departure = LABS["fall"].departure
@@ -174,7 +175,7 @@ def test_a_departure_is_one_that_lasts():
 
 
 def test_shares_of_a_known_sum():
-    """Two causes take 0.1 and 0.2, together 0.05 more: the main effects share the excess."""
+    """Two causes take 0.1 and 0.2, and together 0.05 more. The main effects share the excess."""
     takes = {"8 updates": 0.1, "twice the rate": 0.2}
     of = {}
     for names in [(), *SETS]:
@@ -188,6 +189,7 @@ def test_shares_of_a_known_sum():
 
 
 def test_tokens_are_counted_up_to_each_evaluation():
-    """Two steps of 1,000 and two of 2,000 tokens, measured at steps 0, 2 and 4."""
+    """The run has two steps of 1,000 and two of 2,000 tokens, and is measured at steps 0, 2 and
+    4."""
     run = {"tokens": [1e3, 1e3, 2e3, 2e3], "sampled@": [0, 2, 4], "sampled": [0.2, 0.4, 0.8]}
     assert lab.spent(run) == [0, 2, 6] and lab.at_tokens(run, 4) == pytest.approx(0.6)

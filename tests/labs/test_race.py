@@ -1,4 +1,4 @@
-"""The race: what a stress does to a run, what is stored of it, and how runs become places."""
+"""The race: what a stress does to a run, what is stored of the run, and how runs become places."""
 
 import importlib
 import json
@@ -38,8 +38,8 @@ def main(args, world):
 
 
 def test_a_stressed_sampler():
-    """A stale one syncs at every 16th step, a quantised one has five values a row, and another
-    temperature reaches it without its caller's knowledge."""
+    """A stale sampler syncs at every 16th step, and a quantised one has five values per row.
+    Another temperature reaches the sampler without its caller's knowledge."""
     weight, synced = torch.nn.Parameter(torch.randn(2, 3)), []
     scale = weight.detach().abs().amax(dim=1, keepdim=True) / 2
     quantised = (weight.detach() / scale).round() * scale
@@ -83,9 +83,9 @@ def test_the_held_out_problems_stay_the_same():
 
 @pytest.mark.slow
 def test_a_race_continues_where_it_stopped(tmp_path, monkeypatch):
-    """A run that broke is not stored, the others are; the same command runs what is missing. Flags
-    that we do not know reach every run, after them the method's own; a stress has the last word on
-    the flags it sets."""
+    """A run that broke is not stored, the others are, and the same command runs what is missing.
+    Unknown flags reach every run, and the method's own flags come after them. A stress has the last
+    word on the flags it sets."""
     names = ("none", "lr x3", "groups of two")
     monkeypatch.setattr(race, "STRESSES", {name: STRESSES[name] for name in names})
     path, began, broken = (tmp_path / name for name in ("table.json", "began", "broken"))
@@ -124,7 +124,7 @@ def test_what_is_stored_of_a_run():
 
 
 def row(method: str, seeds: int, accuracy: float) -> dict:
-    """Of a table, with runs that stay at one accuracy."""
+    """Return a row of a table, with runs that stay at one accuracy."""
     runs = [{"seed": seed, "sampled": [0] + 3 * [accuracy]} for seed in range(seeds)]
     return {(method, stress): runs for stress in STRESSES}
 
@@ -142,7 +142,7 @@ def test_scores_places_and_signs():
 
 
 def test_standings_are_sorted_and_know_equal_tokens():
-    """A file that samples twice as many tokens is looked at half way."""
+    """A file that samples twice as many tokens is also compared half way."""
     table = {}
     for method, level, tokens in (("grpo", 0.6, 40), ("dear", 0.8, 80)):
         accuracies = [0.0, level / 4, level / 2, 3 * level / 4, level]

@@ -63,7 +63,7 @@ def reward(text: str, answer: str) -> float:
 
 
 def marks(text: str, answer: str) -> float:
-    """For blockwise.py, which has also the working judged, alone."""
+    """Judge the working, too, and alone, as blockwise.py needs it."""
     return reward(text, answer) + text.count(";") / 4
 
 
@@ -98,8 +98,8 @@ class Row:
 
 
 def respond(prompt: str, n: int, prefix: str = "") -> list[Row]:
-    """The n responses to a prompt (and prefix): by the prompt's number all right, all wrong, or
-    mixed."""
+    """Return the n responses to a prompt (and prefix). By the prompt's number they are all right,
+    all wrong, or mixed."""
     rng, number = random.Random(f"{prompt}/{prefix}/{n}"), zlib.crc32(prompt.encode())
     kind = number % 5 if n == G else zlib.crc32((prompt + prefix).encode()) % 4
     rows = []
@@ -121,7 +121,7 @@ def respond(prompt: str, n: int, prefix: str = "") -> list[Row]:
 
 @lru_cache(4)
 def untrained(model: str = "model") -> torch.nn.Module:
-    """The embedded model as it ships, in float64, straight from transformers."""
+    """Return the embedded model as it ships, in float64, straight from transformers."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(TINY / model, dtype=torch.float64, **plain)
 
@@ -132,7 +132,7 @@ def padded(rows: list, value: float = 0.0) -> Tensor:
 
 
 def distributions(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
-    """log π at temperature 0.7 of every token of the vocabulary at each place of a response:
+    """Return log π at temperature 0.7 of every token of the vocabulary at each place of a response:
     [n, T, V], 0 on padding."""
     every = (lm(padded([row.ids for row in rows], 0)).logits / T).log_softmax(-1)  # [n, S, V]
     found = []
@@ -143,26 +143,27 @@ def distributions(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
 
 
 def sampled(columns: Tensor, rows: list[Row]) -> Tensor:
-    """Of values of all tokens [n, T, V] those of the sampled ones: [n, T]."""
+    """Return, from values of all tokens [n, T, V], the values of the sampled tokens [n, T]."""
     return columns.gather(-1, padded([row.tokens for row in rows], 0)[..., None])[..., 0]
 
 
 def log_probs(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
-    """log π of each row's tokens, without a gradient: [n, T]."""
+    """Return log π of each row's tokens, without a gradient: [n, T]."""
     with torch.no_grad():
         return sampled(distributions(lm, rows), rows)
 
 
 @lru_cache(4096)
 def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
-    """log μ of a row: its own engine's opinion, near the untrained model's."""
+    """Return log μ of a row: the engine's own opinion, near the untrained model's."""
     logp = log_probs(untrained(model), [row])[0].tolist()
     return tuple(x + e for x, e in zip(logp, row.noise))
 
 
 @lru_cache(4096)
 def sampler_top(row: Row, model: str) -> tuple[Tensor, Tensor]:
-    """Ids and log μ of the 4 tokens that the engine calls the most likely ones: two [tokens, 4]."""
+    """Return ids and log μ of the 4 tokens that the engine calls the most likely ones, as two
+    [tokens, 4]."""
     with torch.no_grad():
         logp, ids = distributions(untrained(model), [row])[0].topk(4)
     return ids, logp - torch.tensor([0.1, 0.5, 0.2, 0.9])
@@ -212,7 +213,7 @@ class Stored:
 
 
 class StoredTurns(Stored):
-    """An engine that stops at each `=` of a stored answer; the digit after it is the tool's."""
+    """An engine that stops at each `=` of a stored answer. The digit after it is the tool's."""
 
     def generate(
         self, prompts: list, n: int, limit: int, temperature: float, prefixes: list, top_p: float
@@ -244,14 +245,15 @@ class StoredTurns(Stored):
 
 
 def expert_choice(row: Row) -> Tensor:
-    """[S, layers 2, k 2]: the experts that the sampler says it sent each token to: any two."""
+    """Return the experts [S, layers 2, k 2] that the sampler says it sent each token to: any
+    two."""
     generator = torch.Generator().manual_seed(zlib.crc32(bytes(row.ids)))
     scores = torch.rand(len(row.ids), 2, 8, generator=generator)
     return scores.topk(2, dim=-1).indices.to(torch.int16)
 
 
 def whole(tensors: object) -> list[Tensor]:
-    """Copies of whole tensors, also where ranks hold rows of them."""
+    """Return copies of whole tensors, also if ranks hold only rows of them."""
     every = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
     return [x.detach().clone() for x in every]
 
@@ -271,12 +273,13 @@ class Record:
 
     @property
     def training(self) -> list[dict]:
-        """The calls that sampled for training (evaluations ask for 1 or SAMPLES responses)."""
+        """Return the calls that sampled for training (evaluations ask for 1 or SAMPLES
+        responses)."""
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
     @property
     def branching(self) -> list[dict]:
-        """The calls that sampled new endings, a step each."""
+        """Return the calls that sampled new endings, one for each step."""
         return [call for call in self.calls if call["prefixes"] is not None]
 
 
@@ -320,12 +323,13 @@ FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
 
 @lru_cache(2)
 def loaded(name: str) -> tuple:
-    """The embedded model and its tokenizer as the files load them, from the disk once."""
+    """Return the embedded model and its tokenizer as the files load them, from the disk only
+    once."""
     return load_model(name)
 
 
 def task(judge: Callable) -> Task:
-    """Problems by number, whose answers are judged by this function."""
+    """Return problems by number, whose answers are judged by this function."""
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
@@ -404,8 +408,8 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
 
 @contextlib.contextmanager
 def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> ModuleType:
-    """The algorithm's module with one piece of the source of `where` replaced: its own or one of
-    common's."""
+    """Return the algorithm's module with one piece of the source of `where` replaced, which is its
+    own or one of common's."""
     own = importlib.import_module(MODULES[algorithm])
     home = own if where in ("", algorithm) else importlib.import_module(where)
     copied = mutate(home, old, new) if old else home
@@ -434,7 +438,7 @@ def flat(tensors: object) -> Tensor:
 
 
 def trials(jobs: list[tuple], folder: Path) -> None:
-    """On one of the ranks: record every job (algorithm, damage, flags) in turn;
+    """Record every job (algorithm, damage, flags) in turn, on one of the ranks, in
     `folder/<job>-<rank>.pt`."""
     world = setup()
     for number, (algorithm, damage, flags) in enumerate(jobs):
@@ -445,7 +449,7 @@ def trials(jobs: list[tuple], folder: Path) -> None:
 
 
 def on_ranks(ranks: int, jobs: list[tuple], folder: Path) -> list[list[Record]]:
-    """The records of all ranks for every job."""
+    """Return the records of all ranks for every job."""
     done, found = forked(trials, jobs, folder, ranks=ranks), []
     assert done.returncode == 0, done.stderr
     for number in range(len(jobs)):

@@ -1,5 +1,5 @@
-"""Every flag does something. A file's own one: to its training on stored answers (what is asked of
-the engine, a gradient, the last weights). A shared one: to a run of grpo.py."""
+"""Every flag does something. A file's own flag changes its training on stored answers (what is
+asked of the engine, a gradient, or the last weights). A shared flag changes a run of grpo.py."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -65,7 +65,7 @@ FILES = [name for name in NINE if name not in SLOW]
 
 
 def others(flag: str, value: object, kind: object) -> list:
-    """Every other choice; or another number or text."""
+    """Return every other choice, or another number or text."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -78,7 +78,7 @@ def others(flag: str, value: object, kind: object) -> list:
 
 
 def trained(name: str, world: World, folder: Path, **flags: object) -> SimpleNamespace:
-    """What a run does to training, its metrics and its flags."""
+    """Return what a run does to training, its metrics and its flags."""
     found = record(module_of(name), world, folder, sample_every=0, **flags)
     gradients = [flat(seen["gradients"]) for seen in found.updates + found.lessons]
     numbers = torch.cat([*gradients, flat(found.synced[-1])])

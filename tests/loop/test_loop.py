@@ -39,8 +39,8 @@ def prompts_of(step: int) -> list[str]:
 
 
 def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNamespace:
-    """All columns of a whole mini-batch by the weights that each policy had then; the file's own
-    loss of them, and its gradient."""
+    """Return all columns of a whole mini-batch, by the weights that each policy had then, the
+    file's own loss of them, and its gradient."""
     (step, part), weights = divmod(update, M), [one["parameters"] for one in found[0].updates]
     share = P // len(found) // M  # prompts of a rank
     rows = []
@@ -87,7 +87,7 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
 
 
 def check_loop(name: str, found: list[Record]) -> None:
-    """Gradients, rates, prompts, syncs, evaluations and metrics of a run of two steps."""
+    """Check gradients, rates, prompts, syncs, evaluations and metrics of a run of two steps."""
     module, first, size = module_of(name), found[0], len(found)
     flags = SimpleNamespace(**first.flags)
     assert all(len(one.updates) == 2 * M and len(one.synced) == 3 for one in found)
@@ -126,8 +126,8 @@ def check_loop(name: str, found: list[Record]) -> None:
 
 
 def check_the_answers_ask_enough(name: str, found: Record) -> None:
-    """All policies differ, advantages have both signs, one gradient is clipped and one is not, the
-    mechanism acts. Else a mistake could hide."""
+    """Check that all policies differ, advantages have both signs, one gradient is clipped and one
+    is not, and the mechanism acts. Otherwise a mistake could hide."""
     b = minibatch(module_of(name), [found], 3)
     columns = b.logp.detach(), b.old_logp, b.rollout_logp, b.ref_logp
     for one, other in itertools.combinations(columns, 2):
@@ -139,7 +139,7 @@ def check_the_answers_ask_enough(name: str, found: Record) -> None:
 
 
 def check_scaled(found: Record) -> None:
-    """vcpo: lr is lowered by what is logged, the root of the ESS ratio."""
+    """Check that vcpo lowers lr by what is logged, the root of the ESS ratio."""
     for line in found.metrics[2:]:
         scale = min(1.0, line["ess_ratio"] / found.flags["rho_on"]) ** 0.5
         warm = min(1.0, (line["step"] - 1) / found.flags["warmup"])
@@ -150,7 +150,8 @@ def check_scaled(found: Record) -> None:
 
 
 def same_run(found: list[Record], other: list[Record]) -> None:
-    """Each gradient and each metric, to float32's rounding, which AdamW's first steps magnify."""
+    """Compare each gradient and each metric, to float32's rounding, which AdamW's first steps
+    magnify."""
     one, two = found[0], other[0]
     for kind in ("updates", "lessons"):
         for update, (seen, again) in enumerate(
@@ -173,7 +174,7 @@ def same_run(found: list[Record], other: list[Record]) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The record of an algorithm (or a damaged copy) on one rank."""
+    """Return the record of an algorithm (or a damaged copy) on one rank."""
     known = {}
 
     def run(name: str, *damage: str, **flags: object) -> Record:
@@ -193,7 +194,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The records of all files on two ranks, and of the damaged copies, by name."""
+    """Return the records of all files on two ranks, and of the damaged copies, by name."""
     jobs = {name: (name, (), {} if name in PLAIN else ONE) for name in (*NINE, *VARIANTS)}
     jobs["whole models"] = ("grpo", (), {"shard_ranks": 1})
     for name, damage in DAMAGES.items():
@@ -233,7 +234,8 @@ def test_two_ranks(alone, together, name):
 @slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_seen(alone, together, name):
-    """On one rank or on two: by the second loop, or as a difference that none should make."""
+    """Each damage shows on one rank or on two: in the second statement of the loop, or as a
+    difference that no rank should make."""
     damage = DAMAGES[name]
     who, plain = damage.algorithm, damage.algorithm in PLAIN and damage.flags.get("model") is None
     whole = alone(who, *damage.place, **damage.flags | ({} if plain else ONE))

@@ -16,7 +16,7 @@ ARGS = grpo.Args(micro_tokens=300)  # several micro-batches
 
 
 def three_policies() -> dict[str, nn.Module]:
-    """π_old, and at some distance from it π_ref and π_θ."""
+    """Return π_old, and at some distance from it π_ref and π_θ."""
     nano.set_seed(1)
     policies = {"old": nano.AutoModelForCausalLM.from_pretrained(nano.MODEL)}
     for name in ("ref", "new"):
@@ -27,7 +27,7 @@ def three_policies() -> dict[str, nn.Module]:
 
 
 def grpo_gradient(policies: dict[str, nn.Module], sequences: Tensor) -> tuple[Tensor, float]:
-    """What grpo.py and common give for these sequences; the share of clipped tokens."""
+    """Return what grpo.py and common give for these sequences, and the share of clipped tokens."""
     prompts = [nano.tokenizer.encode(prompt) for prompt in PROMPTS]
     eos, responses = nano.tokenizer.eos_token_id, []
     for row, sequence in enumerate(sequences.tolist()):

@@ -22,7 +22,7 @@ KERNELS["ONEDNN_MAX_CPU_ISA"] = "SSE41"
 
 
 def first_steps(algorithm: str, ranks: int, folder: Path) -> list[list[float]]:
-    """Loss and gradient norm of the first three steps that train."""
+    """Return loss and gradient norm of the first three steps that train."""
     flags = [*SMALL, "--eval_every", 9, *MORE.get(algorithm, []), "--steps", 4]
     ended = command(algorithm, *flags, "--run_dir", folder, ranks=ranks)
     assert ended.returncode == 0, ended.stderr

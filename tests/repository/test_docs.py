@@ -1,4 +1,4 @@
-"""The promises of the pages: commands would start, links and pointers lead somewhere."""
+"""What the pages promise: commands would start, links and pointers lead somewhere."""
 
 import ast
 import importlib
@@ -33,8 +33,8 @@ def name_of_path(path: Path) -> str:
 
 
 def commands(text: str) -> list[tuple[str, list[str], int]]:
-    """(algorithm or program, words, ranks) of every torchrun or python command for an algorithm
-    file or tools.evaluate, on a line of its own or in backticks."""
+    """Return (algorithm or program, words, ranks) of every torchrun or python command for an
+    algorithm file or tools.evaluate, on a line of its own or in backticks."""
     text = re.sub(r"`((?:torchrun|python) [^`\n]+)`", r"\n\1\n", text.replace("\\\n", " "))
     found = []
     for line in map(str.strip, text.splitlines()):
@@ -49,8 +49,8 @@ def commands(text: str) -> list[tuple[str, list[str], int]]:
 
 @pytest.mark.parametrize("path", PAGES + PROGRAMS, ids=name_of_path)
 def test_every_printed_command_would_start(path, monkeypatch):
-    """Its flags exist, and the launcher's own check takes them at its number of ranks. Of a command
-    with `...` only a part is printed, whose flags must exist."""
+    """Its flags exist, and the launcher's own check accepts them at its number of ranks. A command
+    with `...` is only a part, whose flags must exist."""
     text = path.read_text("utf-8")
     header = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text
     monkeypatch.setattr(launch, "parameters_of", lambda model: 10**9)  # asks no hub
@@ -81,14 +81,14 @@ def test_every_program_of_a_page_exists(path):
 
 
 def headings(text: str) -> list[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     found = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_links_lead_somewhere(path):
-    """To files, and to headings that they have."""
+    """Links lead to files that exist, and to headings that these have."""
     for link, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", path.read_text()):
         target = path.parent / link if link else path
         assert target.exists(), link
@@ -96,7 +96,8 @@ def test_links_lead_somewhere(path):
 
 
 def definitions(source: str) -> set[str]:
-    """Functions, classes, `Class.method`, and the flags among the fields of Args or Flags."""
+    """Return functions, classes, `Class.method`, and the flags among the fields of Args or
+    Flags."""
     found = set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -111,7 +112,7 @@ def definitions(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_every_pointer_names_a_definition_that_exists(path):
-    """As `grpo.py: policy_loss` or `grpo.py: --beta`."""
+    """Pointers look like `grpo.py: policy_loss` or `grpo.py: --beta`."""
     for file, name in re.findall(r"`([\w/]+\.py): ([\w.-]+)`", path.read_text("utf-8")):
         assert name in definitions((ROOT / file).read_text("utf-8")), (file, name)
 
@@ -128,13 +129,13 @@ APART = torch.tensor([[-1e-5, 0.0, 1e-5]], dtype=torch.float64)  # between a res
 
 
 def factor(cell: str) -> str:
-    """What a cell multiplies, as Python: 1 if it names nothing."""
+    """Return what a cell multiplies, as Python; 1 if it names nothing."""
     found = re.match(r"(?!none|无)[^`]*`(.*?)`", cell)
     return found[1].replace("²", "**2").replace("τ(", "τ*(") if found else "1"
 
 
 def product(row: tuple[str, str, str], logs: dict[str, torch.Tensor], A: torch.Tensor, L: int):
-    """The weight `[N, T]` that a row of the table gives, for A `[N, 1]` or `[N, T]`."""
+    """Return the weight `[N, T]` that a row of the table gives, for A `[N, 1]` or `[N, T]`."""
     log_r, log_w = logs["logp"] - logs["old_logp"], logs["logp"] - logs["rollout_logp"]
 
     def M(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
@@ -153,7 +154,8 @@ def product(row: tuple[str, str, str], logs: dict[str, torch.Tensor], A: torch.T
 
 @pytest.mark.parametrize("page", ["docs/questions.md", "docs/zh/questions.md"])
 def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
-    """Of every row but the three methods as published, at seven ratios for either sign of Â."""
+    """This holds for every row but the three methods as published, at seven ratios and for either
+    sign of Â."""
     rows = ROW.findall((ROOT / page).read_text("utf-8"))
     assert len(rows) == 13
     for file, *row in rows:

@@ -1,5 +1,5 @@
-"""Numbers on pages are numbers of stored results: a quoting page's stand on the page that its cell
-links, a lab's in its table.json."""
+"""Numbers on pages are numbers of stored results. A page that quotes another has its numbers from
+the page that its cell links; a lab's page has them from its table.json."""
 
 import importlib
 import json
@@ -24,19 +24,20 @@ LABS.pop("race")  # its page is docs/stability.md
 
 
 def plain(text: str) -> str:
-    """On one line, 1,000 as 1000, +0.1 as 0.1, without marks of code and numbers of papers."""
+    """Return the text on one line, with 1,000 as 1000 and +0.1 as 0.1, without marks of code and
+    numbers of papers."""
     text = re.sub(r"(?<=\d),(?=\d{3})|[`+]", "", " ".join(text.split()))
     return re.sub(r"\d{4}\.\d{5}", "", text)
 
 
 def figures(text: str) -> set[str]:
-    """And medians without their range, but no ends of a range."""
+    """Return the text's numbers, and medians also without their range, but no end of a range."""
     found = set(FIGURE.findall(plain(text)))
     return found | {figure.partition(" (")[0] for figure in found}
 
 
 def cells(line: str) -> list[str]:
-    """Of a table's row."""
+    """Return the cells of a table's row."""
     return re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else []
 
 
@@ -45,7 +46,7 @@ def lines(page: str) -> list[str]:
 
 
 def quotations() -> list[tuple[str, str]]:
-    """(page, a row's last cell that links another page)."""
+    """Return (page, last cell) of each row whose last cell links another page."""
     rows = [(page, cells(line)) for page in QUOTING for line in lines(page)]
     return [(page, row[-1]) for page, row in rows if row and LINK.search(row[-1])]
 
@@ -73,7 +74,7 @@ def results_of(table: Path) -> dict:
 @pytest.mark.parametrize("name", LABS)
 def test_a_page_shows_the_stored_results(name):
     """Each number of its tables, between what comes out and the predictions, is one that the lab
-    prints of its stored results."""
+    prints from its stored results."""
     printed = importlib.import_module(f"labs.{name}.__main__").rows(results_of(LABS[name]))
     there = figures(" | ".join(cell for row in printed for cell in row))
     page = "\n".join(lines(f"labs/{name}/README.md"))

@@ -1,5 +1,5 @@
-"""Programs of tools/ and labs/ start, with their smallest input, and come to their end; those
-that write a page from a table find nothing to change. A wrong call is one line."""
+"""Programs of tools/ and labs/ start with their smallest input and come to their end. Programs that
+write a page from a table find nothing to change. A wrong call gives one line."""
 
 import os
 import re
@@ -33,7 +33,7 @@ NUMBER = r"-?\d+\.\d+"
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, finished) -> Path:
-    """The repository as a program may change it, with two finished runs."""
+    """Return a copy of the repository that a program may change, with two finished runs."""
     folder = tmp_path_factory.mktemp("programs") / "repository"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "mine", "venv")
     shutil.copytree(ROOT, folder, ignore=left_out)
@@ -44,7 +44,7 @@ def copy(tmp_path_factory, finished) -> Path:
 
 
 def start(folder: Path, words: list[str]) -> None:
-    """`python -m WORDS` in a folder, in a process that has loaded torch but none of our
+    """Run `python -m WORDS` in a folder, in a process that has loaded torch but none of our
     modules."""
     ours = {path.stem for path in ROOT.iterdir()}
     for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
@@ -64,7 +64,7 @@ def pages(folder: Path) -> dict[Path, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_program_ends_and_finds_no_page_to_change(command, copy):
-    """But the walk measures a step again: its numbers may differ."""
+    """The walk is an exception: it measures a step again, so its numbers may differ."""
     before = pages(copy)
     ended = forked(start, copy, command.split())
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]

@@ -32,7 +32,7 @@ BUDGET = {
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file names in an import, wherever it stands: `common.batch`, `torch`."""
+    """Return every module that a file names in an import, at any depth: `common.batch`, `torch`."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -47,7 +47,7 @@ def imported(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """The top-level names of this repository that a file imports."""
+    """Return the top-level names of this repository that a file imports."""
     return {name.partition(".")[0] for name in imported(path)} & OURS
 
 
@@ -86,7 +86,8 @@ def test_common_has_no_circle():
 
 
 def test_the_folders_of_common():
-    """`tasks/` asks for `cli` and `tiny/` alone; of the flat modules only `run` for `records/`."""
+    """`tasks/` imports only `cli` and `tiny/`. Of the flat modules only `run` imports
+    `records/`."""
     for path in COMMON:
         of_common = {name for name in imported(path) if name.startswith("common.")}
         if path.parent.name == "tasks":
@@ -97,7 +98,7 @@ def test_the_folders_of_common():
 
 
 def test_common_knows_no_algorithm():
-    """It branches on no algorithm's name."""
+    """common branches on no algorithm's name."""
     names = "|".join(name for name in ALGORITHMS if name != "tool")  # also a role in chats
     for path in COMMON:
         code = "\n".join(line for _, line in code_lines(path.read_text("utf-8")))
@@ -105,7 +106,7 @@ def test_common_knows_no_algorithm():
 
 
 def test_text_files_are_utf8_in_every_locale():
-    """What is read or written as text names its encoding."""
+    """Every reading or writing of text names its encoding."""
     needs = {"read_text": 1, "write_text": 2, "open": 2}  # arguments, with the encoding
     for path in [*COMMON, *(ROOT / "tools").rglob("*.py"), *PATHS.values()]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -127,7 +128,7 @@ def test_differences_lie_inside_the_marks(algorithm):
 
 
 def test_variants_have_the_flags_of_the_loop():
-    """With the rules, defaults and words of grpo.py."""
+    """They have the rules, defaults and words of grpo.py."""
     own = re.search(r"class Args\(Flags\):\n(.*?)    clip_low", PATHS["grpo"].read_text(), re.S)[1]
     assert own in (ROOT / "variants/__init__.py").read_text()
 

@@ -19,7 +19,7 @@ SMALL = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_
 
 
 def save_examples(folder: Path) -> None:
-    """Copy docs/tasks/; what reads GSM8K from the hub reads gsm8k.jsonl instead."""
+    """Copy docs/tasks/. What reads GSM8K from the hub reads gsm8k.jsonl instead."""
     for path in (ROOT / "docs/tasks").glob("*.py"):
         text = path.read_text("utf-8").replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"')
         (folder / path.name).write_text(text)
@@ -27,7 +27,7 @@ def save_examples(folder: Path) -> None:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """A folder with the examples, the current one."""
+    """Make a folder with the examples, and enter it."""
     save_examples(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -44,7 +44,7 @@ def test_the_commands_for_a_laptop_run(command, files):
 
 
 def test_words():
-    """With the thoughts of a model that thinks, and without."""
+    """This holds with the thoughts of a model that thinks, and without."""
     task = {}
     exec(re.search(r"# words.py.*?(?=```)", PAGE, re.DOTALL)[0], task)
     assert task["train"](6) == ("Write this word backwards, and nothing else: cat", "tac")
@@ -53,7 +53,7 @@ def test_words():
 
 
 def test_a_tool():
-    """A call is answered, in the chat's markup; what is no call is an answer."""
+    """A call is answered, in the chat's markup. Anything else is an answer."""
     task = {}
     exec((ROOT / "docs/tasks/calls.py").read_text("utf-8"), task)
     messages, answer = task["train"](3)
@@ -65,7 +65,7 @@ def test_a_tool():
 
 
 def test_a_dataset_with_another_reward(files):
-    """Rows of a named set, under a reward that prefers brief answers."""
+    """Rows of a named set are judged by a reward that prefers brief answers."""
     row, answer = ROWS["gsm8k"]
     write(files / "gsm8k.jsonl", [row, row])
     task = load("brief.py")
@@ -84,7 +84,7 @@ def test_unit_tests(files):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """A stand-in for a judge model: it says yes where the ends are equal."""
+    """A stand-in for a judge model. It says yes if the ends are equal."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

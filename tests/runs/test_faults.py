@@ -1,5 +1,5 @@
-"""What goes wrong on real machines: NaN, a full disk, memory. Each ends in a message and is
-resumable."""
+"""What goes wrong on real machines: NaN, a full disk, memory. Each ends in a message, and the run
+can be resumed."""
 
 import errno
 
@@ -39,7 +39,7 @@ def full(*arguments: object, **keywords: object) -> None:
 
 
 def at_the(number: int, function, counts=lambda *arguments: True):
-    """The function, with the disk full at its `number`th call of those that count."""
+    """Return the function, with the disk full at its `number`th counted call."""
     calls = []
 
     def sometimes(*arguments: object, **keywords: object) -> object:
@@ -51,7 +51,8 @@ def at_the(number: int, function, counts=lambda *arguments: True):
 
 
 def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys):
-    """The second save fails: a line that says why, the first checkpoint whole, resume goes on."""
+    """The second save fails. One line says why, the first checkpoint is whole, and resume goes
+    on."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
     dcp = common.records.checkpoint.dcp
     with monkeypatch.context() as patch:
@@ -66,14 +67,15 @@ def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys):
 
 
 def with_little_room(*flags: object) -> None:
-    """One of two ranks; the second's disk is full at its second save."""
+    """Run one of two ranks. The second's disk is full at its second save."""
     torch.save = at_the(2, torch.save, lambda what, path: str(path).endswith("rank1.pt"))
     drive("grpo", flags)
 
 
 @slow
 def test_a_full_disk_on_one_of_two_ranks(tmp_path):
-    """One line names the cause, nobody waits; the first checkpoint is whole, resume goes on."""
+    """One line names the cause, and nobody waits. The first checkpoint is whole, and resume goes
+    on."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
     ended = forked(with_little_room, *flags, ranks=2)
     assert ended.codes == [1, 1] and "Traceback" not in ended.stderr, ended.stderr

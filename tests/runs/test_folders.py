@@ -1,4 +1,4 @@
-"""The run folder: one run at a time, nothing of others touched, damage named."""
+"""The run folder: one run at a time, nothing of others is touched, and damage is named."""
 
 import json
 import os
@@ -30,7 +30,8 @@ def test_of_many_at_once_each_gets_its_own_folder(tmp_path):
 
 
 def test_which_folder_is_resumed(tmp_path):
-    """The one that is named, if it has a checkpoint; else the newest of its name that has one."""
+    """The named folder is resumed, if it has a checkpoint; else the newest of its name that has
+    one."""
     name = tmp_path / "run"
     assert folder_to_resume(name, True) == name
     for folder in ("run", *(f"run.{i}" for i in range(2, 12))):
@@ -44,7 +45,7 @@ def test_which_folder_is_resumed(tmp_path):
 
 @slow
 def test_a_run_goes_on_alone(tmp_path, monkeypatch):
-    """In the middle of a run nobody else goes on with it, and another one makes a folder beside
+    """While a run is going, nobody else can continue it, and another run makes a folder beside
     it."""
     folder, others = tmp_path / "run", []
     flags, log = [*SMALL, "--run_dir", folder, "--steps"], Run.log
@@ -67,8 +68,8 @@ def test_a_run_goes_on_alone(tmp_path, monkeypatch):
 
 @slow
 def test_what_is_not_the_runs_is_left_alone(run):
-    """The user's own JSON lines are not cut back on resume, strays beside the checkpoints not
-    deleted; of the run's own the last three stay."""
+    """Resume neither cuts back the user's own JSON lines nor deletes strays beside the checkpoints.
+    Of the run's own checkpoints the last three stay."""
     strays = [run / "checkpoints" / n for n in ("step_000003_old", "step_backup", "step_9")]
     for stray in strays:
         stray.mkdir()
@@ -99,7 +100,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_taken(
     name, run, finished, capsys, tmp_path
 ):
-    """The run then ends as if nothing had been."""
+    """The run then ends as if nothing had happened."""
     DAMAGE[name](run / "checkpoints/step_000004")
     before, flags = tree(run), [*SMALL, "--steps", 4, "--run_dir", run, "--resume"]
     assert run_here(grpo.main, *flags) == 2
@@ -120,7 +121,7 @@ LINES = {  # what happens to the lines of steps 0 to 4
 
 @pytest.mark.parametrize("case", LINES)
 def test_resume_needs_the_metrics_of_every_step(case, run, capsys):
-    """Or the summary would compare with another step than the first."""
+    """Without them the summary would compare with another step than the first."""
     path = run / "metrics.jsonl"
     path.write_text("\n".join(LINES[case](path.read_text().splitlines())))
     before = tree(run)
@@ -129,8 +130,8 @@ def test_resume_needs_the_metrics_of_every_step(case, run, capsys):
 
 
 def test_a_power_loss_leaves_a_checkpoint(tmp_path, monkeypatch):
-    """What is written is on the disk before an older checkpoint goes: the step's metrics and every
-    file, and then the new name."""
+    """The step's metrics, every file, and then the new name are on the disk before an older
+    checkpoint goes."""
     events, fsync, rmtree = [], os.fsync, shutil.rmtree
 
     def synced(number: int) -> None:

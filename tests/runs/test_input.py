@@ -1,4 +1,4 @@
-"""Bad input, in flags, files and environment: one line, exit code 2, and nothing written."""
+"""Bad input in flags, files and environment gives one line and exit code 2, and writes nothing."""
 
 import io
 import sys
@@ -90,7 +90,7 @@ def test_ranks_that_cannot_meet(environment, message, tmp_path, monkeypatch, cap
 
 
 def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
-    """An ASCII terminal shows the letters of --help that it has not as codes."""
+    """An ASCII terminal shows the letters of --help that it lacks as codes."""
     screen = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("SLURM_NTASKS", "2")

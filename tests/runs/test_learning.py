@@ -27,7 +27,7 @@ def learn(folder: Path, algorithm: str) -> dict:
     "algorithm", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_a_short_run_learns(algorithm, tmp_path):
-    """Greedy accuracy from below 0.5 to above 0.8; the run folder is complete."""
+    """Greedy accuracy rises from below 0.5 to above 0.8, and the run folder is complete."""
     result = learn(tmp_path / "run", algorithm)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.8
     lines = metrics(tmp_path / "run")

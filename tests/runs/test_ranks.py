@@ -1,4 +1,5 @@
-"""How weights get to the ranks and back: one of them loads, all receive; checkpoints of others."""
+"""How weights get to the ranks and back: one rank loads, all receive; and checkpoints of other
+ranks."""
 
 import contextlib
 import copy
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 
 def untied(folder: Path) -> str:
-    """The embedded model with a head of its own, of which config.json says that it has none, and
-    weights that are no round numbers."""
+    """Return the embedded model with an untied head, which its config.json denies, and weights that
+    are no round numbers."""
     lm, tokenizer = load_model("tiny")
     lm.config.tie_word_embeddings = False
     lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone() * 1.1)
@@ -41,7 +42,7 @@ def logprobs_of(policy: Policy) -> torch.Tensor:
 
 
 def receives(names: list[str]) -> None:
-    """One of two ranks: what it ends up with is what it would have loaded itself."""
+    """On one of two ranks, check that it ends up with what it would have loaded itself."""
     world = setup()
     for name in names:
         whole, _ = load_model(name)
@@ -67,13 +68,14 @@ def receives(names: list[str]) -> None:
 
 
 def test_rank_0_loads_for_all(tmp_path):
-    """Parameters, buffers, ties, log-probs: to the bit what a rank would have loaded itself."""
+    """Parameters, buffers, ties and log-probs are, to the bit, what a rank would have loaded
+    itself."""
     ended = forked(receives, ["tiny", "tiny-moe", untied(tmp_path / "untied")], ranks=2)
     assert ended.codes == [0, 0], ended.stderr
 
 
 def misses_an_update() -> None:
-    """One of two ranks: the second comes late to a sum, and not at all to the forward pass."""
+    """Run one of two ranks. The second comes late to a sum, and not at all to the forward pass."""
     distributed.UPDATE_TIMEOUT = timedelta(seconds=1)
     world = setup()
     lm, _ = load_model("tiny", world)
@@ -91,15 +93,15 @@ def misses_an_update() -> None:
 
 
 def test_an_update_waits_for_minutes_and_a_step_for_hours():
-    """A rank that is slow to sample or to score is waited for; one that fails in the update would
-    else hold the others for hours."""
+    """A rank that is slow to sample or to score is waited for. A rank that fails in the update
+    would otherwise hold the others for hours."""
     ended = forked(misses_an_update, ranks=2)
     assert ended.codes == [0, 0], ended.stderr
 
 
 def test_resume_on_other_ranks(tmp_path, world):
-    """Saved by four ranks that share in pairs, read by two, then by one: the weights and moments
-    are the saved ones."""
+    """Four ranks that share in pairs save, then two read, then one. Weights and moments are the
+    saved ones."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--minibatches", 1, "--run_dir", folder]
     ended = command("grpo", *flags, "--steps", 2, "--shard_ranks", 2, ranks=4)
@@ -121,7 +123,7 @@ def test_resume_on_other_ranks(tmp_path, world):
 
 
 def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):
-    """vcpo's queue: one line that says how many ranks go on with it."""
+    """For vcpo's queue, one line says how many ranks can continue it."""
     flags = [*SMALL, *MORE["vcpo"], "--minibatches", 1, "--run_dir", tmp_path / "run"]
     assert command("vcpo", *flags, "--steps", 2, ranks=2).codes == [0, 0]
     assert run_here(vcpo.main, *flags, "--steps", 4, "--resume") == 2

@@ -1,4 +1,4 @@
-"""Killed, stopped by a signal, resumed: to the bit, and only where it is the same run."""
+"""Killed, stopped by a signal, resumed: to the bit, and only if it is the same run."""
 
 import functools
 import json
@@ -33,8 +33,8 @@ OTHERS = [pytest.param(name, marks=slow) for name in ALGORITHMS if name != FIRST
 
 @pytest.mark.parametrize("algorithm", [FIRST, *OTHERS])
 def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, finished):
-    """A SIGKILL in step 4 (checkpoint at 2), and on to its end: weights, moments, metrics (the lr,
-    too) and samples are those of the run that nothing happened to."""
+    """A run is killed in step 4 (checkpoint at 2) and resumed to its end. Weights, moments, metrics
+    (the lr, too) and samples are those of an undisturbed run."""
     main, whole, parts = module_of(algorithm).main, tmp_path / "whole", tmp_path / "parts"
     flags = [*SMALL, *MORE.get(algorithm, []), "--steps", 4, "--run_dir"]
     if algorithm == FIRST:
@@ -54,8 +54,8 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, finished):
 
 @slow
 def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
-    """One command, and rank 1 killed in step 4: rank 0 notices, torchrun starts both again, they go
-    on from step 2, and the end is that of a run that nothing happened to."""
+    """In one command rank 1 is killed in step 4. Rank 0 notices, torchrun starts both again, they
+    go on from step 2, and the end is that of an undisturbed run."""
     flags = [*SMALL, "--steps", 5]
     words = [*flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/cluster.md
@@ -68,7 +68,7 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
 
 @slow
 def test_offloading_changes_no_number(tmp_path):
-    """On two ranks that share a model; on a CPU all but the copies is as on GPUs."""
+    """Two ranks share a model. On a CPU everything but the copies is as on GPUs."""
     flags = [*SMALL, "--steps", 2, "--shard_ranks", 2, "--run_dir"]
     for more in ([tmp_path / "plain"], [tmp_path / "parts", "--offload"]):
         assert command("grpo", *flags, *more, ranks=2).returncode == 0
@@ -76,7 +76,7 @@ def test_offloading_changes_no_number(tmp_path):
 
 
 def killed_while_saving(*flags: object) -> None:
-    """A run that ends between the writing and the renaming of its second checkpoint."""
+    """Run until between the writing and the renaming of the second checkpoint."""
     save, saves = checkpoint.dcp.save, []
 
     def save_and_end(*arguments: object, **keywords: object) -> None:
@@ -125,7 +125,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(monkeypatch):
 
 @slow
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
-    """SIGTERM to the last of two: both save step 3 and leave; resume goes on."""
+    """After SIGTERM to the last of two ranks, both save step 3 and leave, and resume goes on."""
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
     ended = command("grpo", *flags, "--steps", 50, at=(signal.SIGTERM, 3), ranks=2)
     assert ended.codes == [0, 0], ended.stderr
@@ -150,8 +150,8 @@ OTHER_RUNS = [  # flags of the command, entries of config.json, what is said
 @pytest.mark.parametrize(("more", "change", "message"), OTHER_RUNS)
 def test_resume_refuses_another_run(more, change, message, tmp_path, finished, capsys):
     """Another algorithm, another set (it decides which rows are held back), another flag, other
-    data of the same name, and with --back_to what would mix two runs: named, and the folder stays
-    as it was."""
+    data of the same name, and with --back_to what would mix two runs are named, and the folder
+    stays as it was."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -163,7 +163,7 @@ def test_resume_refuses_another_run(more, change, message, tmp_path, finished, c
 
 
 def test_back_to_a_checkpoint_with_other_flags(tmp_path, finished, capsys):
-    """The later lines and checkpoints are set aside, config.json says what changed, and the same
+    """The later lines and checkpoints are set aside, and config.json says what changed. The same
     command, given again, does not go back a second time."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     old = metrics(folder)
@@ -190,7 +190,7 @@ RATES += [("ppo", "critic_lr", 0.5), ("goldilocks", "teacher_lr", 0.5)]
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
-    """The folder of a run of an algorithm, with a checkpoint of each step."""
+    """Return the folder of a run of an algorithm, with a checkpoint of each step."""
 
     @functools.cache
     def made(algorithm: str) -> Path:
@@ -204,8 +204,8 @@ def three_steps(tmp_path_factory):
 
 @pytest.mark.parametrize(("algorithm", "flag", "value"), RATES)
 def test_back_to_with_another_rate_acts(algorithm, flag, value, three_steps, tmp_path):
-    """A checkpoint also holds the optimiser's settings, but those of the command count: the third
-    step is another one."""
+    """A checkpoint also holds the optimiser's settings, but the command's count, so the third step
+    differs."""
     old = three_steps(algorithm)
     folder = Path(shutil.copytree(old, tmp_path / "run"))
     values = value if isinstance(value, tuple) else (value,)

@@ -8,7 +8,8 @@ from tests.helpers import SMALL, run_here
 
 
 def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
-    """The sampler check in the loop itself: exit code 1 and one line with the usual causes."""
+    """The sampler check in the loop itself stops the run, with exit code 1 and one line with the
+    usual causes."""
     monkeypatch.setattr("common.rollout.HFEngine.sync", lambda *arguments: None)
     flags = [*SMALL, "--steps", 20, "--lr", "3e-3", "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags) == 1
@@ -17,7 +18,7 @@ def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("updates, warned", [(1, False), (2, True)])
 def test_a_clip_that_never_acts_is_a_warning_where_it_could(tmp_path, capsys, updates, warned):
-    """With one mini-batch no ratio leaves 1: nothing is wrong."""
+    """With one mini-batch no ratio leaves 1, so nothing is wrong."""
     flags = [*SMALL, "--steps", 1, "--minibatches", updates, "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags, "--clip_low", 1, "--clip_high", 9) == 0
     said = capsys.readouterr().out

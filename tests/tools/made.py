@@ -19,7 +19,7 @@ HOSTILE = [
 
 
 def metrics_of(steps: int, seed: int = 0) -> list[dict]:
-    """Rows of a run that measures at every tenth step, other numbers for each seed."""
+    """Return rows of a run that measures at every tenth step, with other numbers for each seed."""
     generator = torch.Generator().manual_seed(seed)
     names = "reward response_len entropy grad_norm seconds clip_share".split()
     lines = [{"step": 0, "seconds": 1.0}]
@@ -32,7 +32,7 @@ def metrics_of(steps: int, seed: int = 0) -> list[dict]:
 
 
 def a_run(folder: Path, lines: list[dict], algorithm: str = "grpo", **config: object) -> Path:
-    """A run folder with these metrics, its flags the algorithm's defaults and `config`."""
+    """Make a run folder with these metrics. Its flags are the algorithm's defaults and `config`."""
     folder.mkdir(parents=True, exist_ok=True)
     module = module_of(algorithm)
     flags = asdict(module.Args()) | {"algorithm": algorithm, "acted": module.ACTED, "ranks": 1}
@@ -42,7 +42,8 @@ def a_run(folder: Path, lines: list[dict], algorithm: str = "grpo", **config: ob
 
 
 def group_of(step: int, texts: list[str] = HOSTILE) -> dict:
-    """A row of samples.jsonl: a response for each text, which is also each of its two tokens."""
+    """Return a row of samples.jsonl, with a response for each text, which is also each of its two
+    tokens."""
     responses = []
     for i, text in enumerate(texts):
         one = {"text": text, "given": "", "reward": float(i == 0), "finished": True, "ids": [3, 1]}
@@ -55,7 +56,7 @@ def group_of(step: int, texts: list[str] = HOSTILE) -> dict:
 
 
 def with_samples(folder: Path, rows: list[dict], **config: object) -> Path:
-    """A run folder with these rows of samples.jsonl."""
+    """Make a run folder with these rows of samples.jsonl."""
     a_run(folder, metrics_of(9), **config)
     (folder / "samples.jsonl").write_text(as_lines(rows))
     return folder

@@ -1,4 +1,4 @@
-"""The page of a run in Chromium: every token stands there once and in order, without an error."""
+"""The page of a run in Chromium shows every token once and in order, without an error."""
 
 import html
 import re
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def drawn(shown: Path, address: str, element: str) -> list[str]:
-    """The texts of these elements (a pattern) of a page, as the browser has made them."""
+    """Return the texts of these elements (a pattern) of a page, as the browser has made them."""
     options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
     options += f" --virtual-time-budget=5000 --user-data-dir={shown.parent}/profile"
     command = [BROWSER, *options.split(), shown.as_uri() + address]
@@ -31,7 +31,7 @@ def drawn(shown: Path, address: str, element: str) -> list[str]:
 
 
 def test_a_runs_page(tmp_path):
-    """Of two runs, in which everything that anyone else writes is an attack."""
+    """In both runs, everything that anyone else writes is an attack."""
     run = with_samples(tmp_path / "<b>run", [group_of(1), group_of(3, HOSTILE[::-1])])
     shown = tmp_path / "page.html"
     page.main([run, run], shown)

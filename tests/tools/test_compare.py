@@ -20,8 +20,8 @@ def load(*folders: Path) -> list[compare.Kind]:
 
 
 def test_which_runs_are_of_a_kind(tmp_path):
-    """Seeds are, also if they were saved at other times; other flags are not, and name the kind; a
-    seed once more is never averaged with the first."""
+    """Seeds are of a kind, also if they were saved at other times. Other flags are not, and name
+    the kind. A repeated seed is never averaged with the first."""
     one, two = run_of(tmp_path / "1", 1), run_of(tmp_path / "2", 2, save_every=7)
     (kind,) = load(one, two)
     assert kind.label == "grpo" and [run.folder for run in kind.runs] == [one, two]
@@ -33,7 +33,7 @@ def test_which_runs_are_of_a_kind(tmp_path):
 
 
 def test_a_band_goes_from_the_lowest_to_the_highest_seed(tmp_path):
-    """Up to the end of the shortest run."""
+    """It goes up to the end of the shortest run."""
     (kind,) = load(run_of(tmp_path / "1", 1), run_of(tmp_path / "2", 2, steps=20))
     values = np.array([[line["reward"] for line in run.lines[1:21]] for run in kind.runs])
     steps, *found = compare.band(kind.runs, "reward", 1)

@@ -8,7 +8,7 @@ from tests.tools.made import a_run, metrics_of
 
 
 def test_the_lines_are_the_runs_numbers(tmp_path):
-    """A missing number is no gap."""
+    """A number that is missing (not null) makes no gap."""
     lines = metrics_of(40)
     lines[20]["entropy"] = None
     del lines[21]["entropy"]

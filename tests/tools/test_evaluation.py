@@ -22,14 +22,14 @@ MOVED = [*SMALL, "--lr", 0.01, "--max_new_tokens", 40, "--save_hf"]
 
 
 def call(*words: object) -> None:
-    """`python -m tools.evaluate WORDS`."""
+    """Run `python -m tools.evaluate WORDS`."""
     sys.argv = ["evaluate.py", *map(str, words)]
     launch(evaluate.main, Args, evaluate.prepare)
 
 
 @pytest.fixture
 def measured(monkeypatch, capsys):
-    """Calls it in this process; returns what it prints."""
+    """Call it in this process, and return what it prints."""
 
     def measured(*words: object) -> str:
         monkeypatch.setattr(sys, "argv", [])
@@ -41,19 +41,19 @@ def measured(monkeypatch, capsys):
 
 
 def rows(folder: Path) -> list[dict]:
-    """The rows of the one file of responses in a folder."""
+    """Return the rows of the one file of responses in a folder."""
     (path,) = folder.glob("evaluation-*")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def greedy(folder: Path) -> list[tuple]:
-    """Problem, greedy response and score of each row."""
+    """Return problem, greedy response and score of each row."""
     found = [row for row in rows(folder) if not row["temperature"]]
     return [(row["problem"], row["responses"], row["scores"]) for row in found]
 
 
 def table(printed: str) -> list[list[str]]:
-    """The cells of the printed table's lines, without its head."""
+    """Return the cells of the printed table's lines, without its head."""
     lines = [line for line in printed.splitlines() if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -63,7 +63,7 @@ def table(printed: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("n", [1, 4, 6])
 def test_pass_at_k_is_the_mean_over_all_subsets(n):
-    """Unbiased: over every choice of k of the n responses, how often one is right."""
+    """It is unbiased: over every choice of k of the n responses, how often one is right."""
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
         expected = sum(any(subset) for subset in subsets) / len(subsets)
@@ -71,7 +71,8 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
 
 
 def test_bootstrap_interval_is_that_of_the_mean():
-    """For 400 coin flips about ± 1.96 · sqrt(p (1-p) / 400); the same numbers each time."""
+    """For 400 coin flips it is about ± 1.96 · sqrt(p (1-p) / 400), with the same numbers each
+    time."""
     rng = random.Random(0)
     values = torch.tensor([float(rng.random() < 0.3) for _ in range(400)], dtype=torch.float64)
     low, high = bootstrap(values)
@@ -82,8 +83,8 @@ def test_bootstrap_interval_is_that_of_the_mean():
 
 
 def test_a_line_of_the_table_by_hand():
-    """Two problems, four responses: avg 3/8, pass@2 (1/2 + 5/6)/2, pass@4 1;
-    length and cut over all responses."""
+    """Two problems have four responses each: avg is 3/8, pass@2 (1/2 + 5/6)/2, pass@4 1. Length and
+    cut are over all responses."""
     one = {"set": "s", "temperature": 1.0, "top_p": 1.0, "lengths": [2, 4, 6, 8]}
     found = [
         one | {"scores": [1, 0, 0, 0], "finished": [True] * 4},
@@ -99,8 +100,8 @@ def test_a_line_of_the_table_by_hand():
 
 @pytest.mark.slow
 def test_greedy_responses_are_those_of_transformers_generate(measured, tmp_path, tiny):
-    """Every response is the one of `generate`, every score what follows the last `#`, the printed
-    mean theirs."""
+    """Every response is that of `generate`, every score belongs to what follows the last `#`, and
+    the printed mean is their mean."""
     lm, tokenizer = tiny
     flags = ["--eval_problems", 12, "--eval_samples", 2, "--run_dir", tmp_path]
     printed = measured("tiny", *flags)
@@ -118,7 +119,7 @@ def test_greedy_responses_are_those_of_transformers_generate(measured, tmp_path,
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory):
-    """A run whose weights have left the embedded model's, with the final model saved."""
+    """Return a run whose weights have left the embedded model's, with the final model saved."""
     folder = tmp_path_factory.mktemp("moved") / "run"
     assert run_here(grpo.main, *MOVED, "--steps", 2, "--run_dir", folder) == 0
     return folder
@@ -126,7 +127,7 @@ def moved(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_ranks_measure_what_one_does(measured, tmp_path, moved):
-    """Greedily the same responses; every problem once; one table."""
+    """Greedy responses are the same, every problem is measured once, and there is one table."""
     flags = [moved, "--eval_problems", 7, "--run_dir"]
     done = forked(call, *flags, tmp_path / "both", ranks=2)
     assert done.codes == [0, 0] and len(table(done.stdout)) == 3, done.stderr
@@ -137,8 +138,8 @@ def test_two_ranks_measure_what_one_does(measured, tmp_path, moved):
 
 @pytest.mark.slow
 def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved):
-    """The responses of the model that --save_hf wrote, not the start's; the accuracy that the run
-    measured itself."""
+    """Responses are those of the model that --save_hf wrote, not the start's. The accuracy is what
+    the run measured itself."""
     run = Path(shutil.copytree(moved, tmp_path / "run"))
     printed = measured(run)
     assert table(printed)[0][5].startswith(f"{metrics(run)[-1]['greedy']:.3f} [")
@@ -150,7 +151,7 @@ def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved):
 
 @pytest.mark.slow
 def test_flags_that_are_not_given_are_the_runs(moved, monkeypatch):
-    """Also where what is given is the default of a flag."""
+    """This holds even if a given value is the default of a flag."""
     for words, tokens, samples in (("", 40, 1), ("--max_new_tokens 64 --eval_samples 2", 64, 2)):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", str(moved), *words.split()])
         args = parse(Args)

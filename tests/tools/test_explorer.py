@@ -21,12 +21,13 @@ NODE = shutil.which("node")
 
 
 def script(name: str) -> str:
-    """A script of the built page, by its id."""
+    """Return a script of the built page, by its id."""
     return re.search(rf'<script[^>]* id="{name}">(.*?)</script>', PAGE.read_text("utf-8"), re.S)[1]
 
 
 def read(points: list[tuple[str, dict, float]]) -> list[float]:
-    """What the page's own program reads from its tables: (file, values of the axes, ratio)."""
+    """Return what the page's own program reads from its tables at (file, values of the axes,
+    ratio)."""
     stops = []
     for name, at, ratio in points:
         stops.append([name, {a: explorer.AXES[a].index(value) for a, value in at.items()}, ratio])
@@ -69,7 +70,7 @@ def test_the_built_page_is_small_and_fetches_nothing():
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium")
 def test_the_page_is_drawn(tmp_path):
-    """Without a message on the console: each of the nine has a chart and its weight."""
+    """The console has no message, and each of the nine has a chart and its weight."""
     shown = shutil.copy(PAGE, tmp_path / "explorer.html")
     weights = drawn(shown, "", r'<strong class="in-.*?</strong>')
     assert len(weights) == len(NINE) and weights[0] == "0"  # the first case: GRPO cuts it

@@ -19,7 +19,7 @@ COMMAND += " --vllm_sleep --micro_tokens 8192 --vllm_memory 0.55"
 
 @pytest.mark.slow
 def test_it_agrees_with_a_card(monkeypatch):
-    """But for allocator slack and CUDA's context, of which it says 3 to 6 GB."""
+    """It agrees but for allocator slack and CUDA's context, for which it says 3 to 6 GB."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *COMMAND.split()])
     peak = memory.estimate(parse(grpo.Args), 1, 80.0)["peak"]
     assert 3 <= MEASURED - peak <= 6

@@ -12,7 +12,7 @@ from tests.tools.made import HOSTILE, a_run, group_of, metrics_of, with_samples
 
 
 def test_the_page_has_the_stored_groups_as_data_alone(tmp_path):
-    """Whatever a model, a prompt or a flag says ends no script element."""
+    """Nothing that a model, a prompt or a flag says can end a script element."""
     row = group_of(1)
     run = with_samples(tmp_path / "run", [row], task=HOSTILE[0], lr=0.5)
     page.main([run], tmp_path / "page.html")
@@ -27,7 +27,7 @@ def test_the_page_has_the_stored_groups_as_data_alone(tmp_path):
 
 
 def test_which_steps_are_shown(tmp_path):
-    """The first and the last always; of many steps some are left out."""
+    """The first and the last always are; of many steps some are left out."""
     run = with_samples(tmp_path, [group_of(step) for step in (1, 10, 20, 25, 30, 33)])
     data = page.run_data(run, every=10)
     assert [row["step"] for row in data["rows"]] == [1, 10, 20, 30, 33] and data["stored"] == 6
@@ -39,7 +39,8 @@ def test_which_steps_are_shown(tmp_path):
 
 @pytest.mark.parametrize("gap, drawn", [(1e-12, False), (1e-3, True)])
 def test_a_curve_of_rounding_is_not_drawn(gap, drawn, tmp_path):
-    """Its own scale would make it a climb, which troubleshooting teaches as a cause of collapse."""
+    """Its own scale would make it look like a climb, which troubleshooting teaches as a cause of
+    collapse."""
     run = with_samples(tmp_path, [group_of(1)])
     lines = [line | {"sampler_kl": gap * line["step"] / 20} for line in metrics_of(20)]
     (run / "metrics.jsonl").write_text(as_lines(lines))

@@ -1,8 +1,8 @@
-"""The lines that an algorithm file changes in grpo.py, and the marks that show them: one definition
-for tests and tools.
+"""Find the lines that an algorithm file changes in grpo.py, and the marks that show them. Tests and
+tools share these definitions.
 
-A line that a file does not share with grpo.py ends in `# <own>`, or stands between a line `# <own>`
-and a line `# </own>`. In grpo.py these marks show the lines that other files may lack.
+A line that a file does not share with grpo.py ends in `# <own>`, or is between a line `# <own>` and
+a line `# </own>`. In grpo.py these marks show the lines that other files may lack.
 
     python -m tools.maintain.marks     changed code lines of every file, and those outside its marks
 """
@@ -20,9 +20,9 @@ from tools import arguments
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:
-    """(line number, code without its comment) of every line that is not blank, comment or
+    """List (line number, code without its comment) of the lines that are not blank, comment or
     docstring."""
-    texts = set()  # lines of docstrings, of functions, classes, the module and its flags
+    texts = set()  # the lines of all docstrings, and of the help below flags
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if isinstance(node.value.value, str):
@@ -40,7 +40,7 @@ def code_lines(source: str) -> list[tuple[int, str]]:
 
 
 def marked_lines(source: str) -> set[int]:
-    """Lines with a trailing `# <own>`, and all lines from such a mark to the next `# </own>`."""
+    """Return lines that end in `# <own>`, and lines from such a mark to the next `# </own>`."""
     marked, pending = set(), []  # pending: marks that a `# </own>` may still close
     for number, line in enumerate(source.splitlines(), 1):
         if line.rstrip().endswith("# </own>"):
@@ -55,8 +55,8 @@ def marked_lines(source: str) -> set[int]:
 
 
 def changes(path: Path, base: Path) -> tuple[list[str], int]:
-    """Changed code lines against `base` that are outside the marks of either file, and the number
-    of all changed lines."""
+    """Return the code lines changed from `base` outside the marks of either file, and the number of
+    all changed lines."""
     source, base_source = path.read_text("utf-8"), base.read_text("utf-8")
     lines, base_lines = code_lines(source), code_lines(base_source)
     marks, base_marks = marked_lines(source), marked_lines(base_source)
@@ -71,7 +71,7 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
         for number, text in lines[c:d]:
             if number not in marks:
                 loose.append(f"{path.name}:{number}: {text}")
-        if kind != "delete":  # a replaced line is marked in the file that replaced it
+        if kind != "delete":  # a replaced line has its mark in the file that replaces it
             continue
         for number, text in base_lines[a:b]:
             if number not in base_marks:
@@ -80,7 +80,7 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    """Print every file's distance from grpo.py. Returns the number of unmarked changes."""
+    """Print how much every file changes in grpo.py; return the number of unmarked changes."""
     unmarked = 0
     for name in NINE[1:]:
         loose, changed = changes(PATHS[name], PATHS[FIRST])

@@ -3,10 +3,10 @@
     python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
     python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
 
-Edit grpo.py, run this, and read the output. A hunk is applied where the file still has the lines
-that it replaces. An insertion is applied where the two lines around it still follow each other. All
-other hunks are printed, to be done by hand, and so are new lines that grpo.py marks as its own.
-Headers (the first docstring) are not changed. Exit code 1 if hunks are left to do.
+Edit grpo.py, run this, and read the output. A hunk is applied if the file still has the lines that
+it replaces. An insertion is applied if the two lines around it still follow each other. All other
+hunks are printed for you to apply by hand, and so are new lines that grpo.py marks as its own.
+Headers (the first docstring) are not changed. The exit code is 1 if hunks are left to you.
 """
 
 import difflib
@@ -23,8 +23,8 @@ MARK = r"# </?\w+>$"
 
 @dataclass
 class Spread:
-    """One file after grpo.py's change: its new lines, the number of applied hunks, and the
-    hunks that were not applied."""
+    """A file after grpo.py's change: its new lines, the number of applied hunks, and the hunks that
+    were not applied."""
 
     lines: list[str]
     placed: int = 0
@@ -32,21 +32,21 @@ class Spread:
 
 
 def body(source: str) -> tuple[list[str], list[str]]:
-    """(header, rest): the lines of the module's docstring, and all lines after it."""
+    """Split a source into the lines of the module's docstring, and all lines after it."""
     lines = source.splitlines()
     end = lines.index('"""', 1) + 1
     return lines[:end], lines[end:]
 
 
 def unmarked(lines: list[str]) -> list[str]:
-    """The lines without their marks, and without lines that are only a mark."""
+    """Remove the marks from lines, and drop lines that are only a mark."""
     bare = [re.sub(rf"(^\s*|  ){MARK}", "", line.rstrip()) for line in lines]
     return [line for line in bare if line]
 
 
 def same(one: list[str], other: list[str]) -> dict[int, int]:
-    """Line of one -> the same line of the other. Their ends (-1 and their lengths) count as the
-    same line."""
+    """Map each line of one to the same line of the other. The ends, -1 and the lengths, count as
+    the same line."""
     found = {-1: -1, len(one): len(other)}
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     for a, b, size in matcher.get_matching_blocks():
@@ -56,21 +56,21 @@ def same(one: list[str], other: list[str]) -> dict[int, int]:
 
 
 def stand_together(places: list[int | None]) -> bool:
-    """Whether lines follow each other, together with the neighbour before them (the first place) or
-    the one behind them (the last). If there are no lines, both neighbours must follow each other.
+    """Tell whether lines follow each other and the neighbour before them (the first place), or the
+    neighbour after them (the last). Without lines, the two neighbours must follow each other.
     """
     links = [x is not None and y == x + 1 for x, y in zip(places, places[1:])]
     return all(links[1:-1]) and (links[0] or links[-1])
 
 
 def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
-    """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
-    in base and ours. New lines that grpo.py marks as its own are not inserted.
+    """Apply the line edits base -> theirs to ours, if the lines that they touch are the same in
+    base and ours. New lines that grpo.py marks as its own are not inserted.
     """
     at, there = same(base, ours), same(theirs, ours)
     result = Spread(list(ours))
     edits = difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()
-    for kind, a, b, c, d in reversed(edits):  # from the last: the places before it stay valid
+    for kind, a, b, c, d in reversed(edits):  # from the last, so that earlier places stay valid
         old, new = base[a:b], theirs[c:d]
         if kind == "equal" or unmarked(old) == unmarked(new):
             continue
@@ -79,7 +79,7 @@ def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
         places = [at.get(i) for i in range(a - 1, b + 1)]
         own = not old and any(re.search(MARK, line.rstrip()) for line in new)
         if not own and stand_together(places):
-            start = places[1]  # of the first old line, or of the line behind an insertion
+            start = places[1]  # the first old line, or the line after an insertion
             result.lines[start : start + len(old)] = new
             result.placed += 1
             continue
@@ -91,13 +91,13 @@ def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
-    """`git WORDS` in the repository."""
+    """Run `git WORDS` in the repository."""
     how = {"cwd": ROOT, "capture_output": True, "encoding": "utf-8"}
     return subprocess.run(["git", *words], **how)
 
 
 def main(commit: str, dry: bool) -> int:
-    """Spread the change of grpo.py since that commit. Returns the number of hunks left."""
+    """Copy grpo.py's changes since a commit; return the number of hunks that are left to you."""
     left = 0
     before, now = git("show", f"{commit}:grpo.py").stdout, PATHS[FIRST].read_text("utf-8")
     if before == now:

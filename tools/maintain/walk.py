@@ -2,9 +2,9 @@
 
     python -m tools.maintain.walk
 
-It runs the first step of a default run and keeps the arguments and results of some functions. In
-the page a block of Python goes from its first line, as in grpo.py, to the next line with which a
-block begins; `1.23<!--name-->` is a number, and `<!--block: name-->` precedes a table.
+It runs the first step of a default run and records the arguments and results of some functions. On
+the page, a block of Python goes from its first line, as in grpo.py, to the line with which the next
+block begins. `1.23<!--name-->` is a number, and `<!--block: name-->` comes before a table.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from checks.files import ROOT
 PAGE = ROOT / "docs" / "walk.md"
 KEPT = "load_task advantages balance_tokens policy_loss micro_batches".split()
 KEPT += ["clip_gradients", "rollout_metrics"]
-SEEN = 0, 15  # problems whose responses the page shows: of the first and of the last mini-batch
+SEEN = 0, 15  # problems on the page: one of the first mini-batch, one of the last
 CODE = re.compile(r"(?<=```python\n).+?(?=\n```)", re.DOTALL)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[tuple[list[str], dict[str, list[tuple]]]]:
-    """A command line for grpo.py, and (arguments, keywords, result) of each call it then makes."""
+    """Yield a command line for grpo.py, and (arguments, keywords, result) of the calls it makes."""
     calls: dict[str, list[tuple]] = {name: [] for name in [*KEPT, "log"]}
 
     def keeping(name: str, real: object) -> object:
@@ -52,13 +52,13 @@ def watched() -> Iterator[tuple[list[str], dict[str, list[tuple]]]]:
             stack.enter_context(mock.patch.object(grpo, name, keeping(name, getattr(grpo, name))))
         stack.enter_context(mock.patch.object(Run, "log", keeping("log", Run.log)))
         stack.enter_context(mock.patch.object(Run, "finish", lambda run: None))  # draws no curves
-        # Evaluation draws from a generator of its own: fewer problems, the same step
+        # Fewer problems do not change the step, because evaluation has a generator of its own.
         words = f"--steps 1 --eval_problems 8 --eval_samples 1 --sample_every 0 --run_dir {folder}"
         yield words.split(), calls
 
 
 def table(head: str, rows: list[list[object]]) -> str:
-    """Columns under the names in `head`, wide enough; the last one to the left."""
+    """Write aligned columns under the names in `head`, the last one aligned to the left."""
     rows = [head.split(), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
@@ -66,13 +66,13 @@ def table(head: str, rows: list[list[object]]) -> str:
 
 
 def said(number: float, digits: int = 2) -> str:
-    """Rounded, and without a minus before 0."""
+    """Round a number, without a minus before 0."""
     text = f"{float(torch.as_tensor(number).detach()):.{digits}f}"
     return text.lstrip("-") if float(text) == 0 else text
 
 
 def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
-    """Name -> its number or table on the page."""
+    """Map each name on the page to its number or table."""
     tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
     (rewards,), _, A = calls["advantages"][0]
     rollout = calls["rollout_metrics"][0][0][0]
@@ -103,7 +103,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
         "group": table("reward Â response", [[r, said(a, 4), "".join(w)] for r, a, w in rows])
     }
 
-    # One row of the first problem as it lies in the tensors
+    # One row of the first problem, as the tensors have it
     row = min(range(G), key=lambda i: (rewards[0, i].item(), len(words[i])))
     numbers["short row"] = row
     before, size = int(rollout.prompt_len[row]), len(words[row])
@@ -134,7 +134,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
         lines.append([k + 1, rows, *spread, norm, said(total / count, 4), f"({sums})/{count}"])
     blocks["steps"] = table("step rows r_min r_max norm loss sums", lines)
 
-    # A wrong response of the last mini-batch, whose ratios are alive
+    # A wrong response of the last mini-batch, whose ratios are no longer 1
     index = max(range(G), key=lambda i: (-rewards[SEEN[1], i].item(), len(last[1][i])))
     place = SEEN[1] * G + index - (N - len(parts[-1]))
     for ((_, logp, batch), _, _), rows in zip(losses[-len(micros) :], micros):
@@ -150,7 +150,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
 
 
 def filled(page: str, source: str, values: dict[str, str]) -> str:
-    """The page with the code of `source` and with `values` inserted."""
+    """Return the page with the code of `source` and `values` inserted."""
     lines = source.splitlines()
     stripped = [line.strip() for line in lines]
     anchors = [block.splitlines()[0].strip() for block in CODE.findall(page)]
@@ -163,7 +163,7 @@ def filled(page: str, source: str, values: dict[str, str]) -> str:
     code = {}
     for a, b in zip(starts, ends):
         block = textwrap.dedent("\n".join(lines[a:b])).rstrip()
-        # Without a mark around a whole function, which stands between two blocks
+        # Drop a mark around a whole function, which is between two blocks.
         code[stripped[a]] = re.sub(r"\n\n+# </?own>$", "", block)
     page = CODE.sub(lambda block: code[block[0].splitlines()[0].strip()], page)
     block = r"(<!--block: (\w+)-->\n```text\n).*?(^```)"
