@@ -10,6 +10,7 @@
 - `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
   student's file). They raise AssertionError if the module is wrong, and their docstring states the
   rule. Most of them compare with sums over all outcomes;
+- `RUN` says how tests run the file (see `Run`);
 - `MUTANTS`, which some files have, are damages: name -> (text that is in the file once, its
   replacement). At least one check must fail on each. The grader names them as possible mistakes.
 """
@@ -19,7 +20,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -45,6 +46,36 @@ def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     own = [f for f in own if f.__name__.startswith("check_")]
     own += [matches(module)] if hasattr(module, "FIXTURES") else []
     return [*getattr(module, "SHARED", []), *own, *agree(module)], getattr(module, "MUTANTS", {})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a test of whole runs needs to know of a file; the defaults fit a file whose loss alone
+    is new."""
+
+    # Flags under which every mechanism acts on the answers of tests/loop/stored.py, and some
+    # gradients but not all are above grad_clip. Empty: it trains on them in no test
+    stored: dict = field(default_factory=dict)
+    # The same within six small steps
+    small: str = ""
+    # For a flag of which half the usual value does nothing: the flags it needs, or where to start
+    needs: dict[str, dict] = field(default_factory=dict)
+    # The first step in which it trains with all that it has
+    first: int = 1
+    # Steps in which a run learns from its defaults
+    learns_in: int = 10
+    # Wrong flags, and the words of their error
+    refuses: tuple[tuple[str, str], ...] = ()
+    # Flags that change metrics only, which compare with another method
+    measured: tuple[str, ...] = ()
+    # Stored answers with part marks, or with several turns
+    part_marks: bool = False
+    turns: bool = False
+
+
+def run_of(algorithm: str) -> Run:
+    """Return how tests run an algorithm, by its file's stem."""
+    return getattr(importlib.import_module(f"checks.{algorithm}"), "RUN", Run())
 
 
 def replaced(path: Path, old: str, new: str) -> str:

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import counts, justrl, near
+from . import Run, counts, justrl, near
 
 objective, statistics, CASES = justrl.objective, justrl.statistics, justrl.CASES
 
@@ -55,3 +55,6 @@ def check_metrics(module: ModuleType) -> None:
     expected = {"apart": ((A - (R - p)).abs().sum(), 16)}
     expected["idle_push"] = A[1:3].abs().sum(), A.abs().sum()
     counts(module.effect(R, A), expected)
+
+
+RUN = Run(stored={"grad_clip": 6.0})

@@ -6,7 +6,7 @@ import torch
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, Batch, clipped, cut_shares, near, no_kl
+from . import CENTRED, Batch, Run, clipped, cut_shares, near, no_kl
 
 
 def token_advantages(b: Batch) -> Tensor:
@@ -54,3 +54,10 @@ def check_working(module: ModuleType) -> None:
 
 
 SHARED = CENTRED
+
+
+RUN = Run(
+    stored={"grad_clip": 4.0},
+    part_marks=True,
+    refuses=(("--task arithmetic --marker 12", "--marker 12: must be one token of this model"),),
+)

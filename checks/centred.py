@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, near, no_kl, share, terms
+from . import CENTRED, FIXTURE, Batch, Run, near, no_kl, share, terms
 
 
 def bounded(args: object, ratio: Tensor) -> Tensor:
@@ -153,3 +153,9 @@ def check_published(module: ModuleType) -> None:
 
 
 SHARED = CENTRED
+
+
+RUN = Run(
+    stored={"weight": "tis", "w_high": 1.2, "grad_clip": 25.0},
+    needs={"centre_top": {"centre_top": 2}, "w_low": {"weight": "icepop", "w_low": 0.9}},
+)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import ZSCORES, Batch, cut_shares, share, token_mean
+from . import ZSCORES, Batch, Run, cut_shares, share, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -26,3 +26,6 @@ CASES = [{}, {"clip_low": 0.5, "clip_high": 0.28, "is_cap": 1.24}]
 
 FIXTURES = {"cispo_cap1.28_tokenmean": {"is_cap": 1.28}}
 SHARED = ZSCORES
+
+
+RUN = Run(measured=("clip_low", "clip_high"))

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, cut_shares, near, surrogate, token_mean
+from . import ZSCORES, Batch, Run, cut_shares, near, surrogate, token_mean
 
 
 def trained(b: Batch) -> Tensor:
@@ -49,3 +49,10 @@ def check_idle_groups_stay_idle(module: ModuleType) -> None:
 
 
 SHARED = ZSCORES
+
+
+RUN = Run(
+    stored={"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
+    needs={"max_draws": {"max_draws": 1}},
+    refuses=(("--overlong_buffer 65", "--overlong_buffer 65: is above --max_new_tokens 64"),),
+)

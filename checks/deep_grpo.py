@@ -10,7 +10,7 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, both_streams, clip_statistics, k3, near, surrogate
+from . import CENTRED, FIXTURE, Batch, Run, both_streams, clip_statistics, k3, near, surrogate
 from . import token_mean
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
@@ -111,3 +111,9 @@ MUTANTS = {
     "λ on the KL": ("args.beta * k3", f"args.beta * {LAMBDA}[:, None] * k3"),
     "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
 }
+
+
+RUN = Run(
+    stored={"branches": 2, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
+    refuses=(("--boundary z", "--boundary 'z': no token ends in it"),),
+)

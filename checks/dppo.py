@@ -4,7 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import CENTRED, Batch, loss_and_gradient, near, no_kl, share, toy_batch
+from . import CENTRED, Batch, Run, loss_and_gradient, near, no_kl, share, toy_batch
 
 
 def beyond(b: Batch) -> Tensor:
@@ -76,3 +76,6 @@ FIXTURES = {"dppo_tv_0.2_tokenmean": {"trust_region": "tv", "delta": 0.2}}
 FIXTURES["dppo_kl_0.05_tokenmean"] = {"trust_region": "kl", "delta": 0.05}
 PER_TOKEN = True  # verl's mean is one over tokens
 SHARED = CENTRED
+
+
+RUN = Run(needs={"two_sided": {"delta": 0.01}})

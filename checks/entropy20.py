@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, share, surrogate, token_mean
+from . import ZSCORES, Batch, Run, clip_statistics, share, surrogate, token_mean
 
 
 def top(b: Batch) -> Tensor:
@@ -51,3 +51,6 @@ CASES = [
 FIXTURES = {"dapo_eps0.2_top20pct_entropy": {"clip_high": 0.2, "top_entropy": 0.19}}
 PER_TOKEN = True  # TRL divides by all tokens, not by the kept ones
 SHARED = ZSCORES
+
+
+RUN = Run(stored={"grad_clip": 8.0})

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from common.distributed import ALONE
 
-from . import POLICIES, RIGHT, ZSCORES, every_sample, grpo, loss_of, near, no_kl
+from . import POLICIES, RIGHT, ZSCORES, Run, every_sample, grpo, loss_of, near, no_kl
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -91,3 +91,14 @@ MUTANTS = {
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
     "a prompt twice": ("if problems[k].prompt not in taken", "if True"),
 }
+
+
+# A teacher that chooses from the second step on
+CHOICE = {"candidates": 5, "teacher_batch": 8, "window": 8, "teacher_updates": 1, "explore": 0.0}
+RUN = Run(
+    stored=CHOICE | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
+    first=2,  # the teacher chooses
+    small="--candidates 4 --teacher_batch 8 --window 20",
+    needs={"teacher_batch": {"window": 16}},
+    refuses=(("--teacher_batch 64 --window 32", "--teacher_batch 64"),),
+)

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import POLICIES, ZSCORES, Batch, clip_statistics, every_sample, k3, loss_and_gradient
+from . import POLICIES, ZSCORES, Batch, Run, clip_statistics, every_sample, k3, loss_and_gradient
 from . import loss_of, near, no_kl, one, response_mean, surrogate, weight
 
 
@@ -113,3 +113,6 @@ MUTANTS = {
     "a mean where the sum is asked": (RETURN, RETURN.replace("sum()", "mean()")),
     "mean of the part": (RETURN, "return -per_response.mean(), mask.new_tensor(1.0)"),
 }
+
+
+RUN = Run(stored={"beta": 0.1, "grad_clip": 6.0}, learns_in=8)

@@ -4,7 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import ZSCORES, Batch, clipped, near, one, terms
+from . import ZSCORES, Batch, Run, clipped, near, one, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -60,3 +60,6 @@ MUTANTS = {
     "bounds swapped": (CLAMP, "s.clamp(1 - args.clip_high, 1 + args.clip_low)"),
     "μ for π_old": (MASKED, MASKED.replace("old_logp", "rollout_logp")),
 }
+
+
+RUN = Run(stored={"clip_low": 0.02, "clip_high": 0.03, "grad_clip": 4.0}, measured=("token_clip",))

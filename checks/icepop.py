@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, cut_shares, loss_and_gradient, near, no_kl, one
+from . import CENTRED, FIXTURE, Batch, Run, cut_shares, loss_and_gradient, near, no_kl, one
 from . import response_mean, share, surrogate, toy_batch
 
 
@@ -85,3 +85,13 @@ def check_published_cis(module: ModuleType) -> None:
 
 
 SHARED = CENTRED
+
+
+RUN = Run(
+    needs={
+        "correction": {"correction": "none", "w_low": 0.9, "w_high": 1.1, "opsm_delta": 0.1},
+        "correction_level": {"correction": "tis"},
+        "opsm_delta": {"correction": "opsm"},
+    },
+    refuses=(("--correction_level sequence", "--correction_level sequence: is for tis and mis"),),
+)

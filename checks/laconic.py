@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 from common.distributed import ALONE
 
-from . import ZSCORES, counts, grpo, near
+from . import ZSCORES, Run, counts, grpo, near
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -54,3 +54,10 @@ def check_right_beats_wrong(module: ModuleType) -> None:
 
 
 SHARED = ZSCORES
+
+
+RUN = Run(
+    stored={"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
+    needs={"price_floor": {"price_floor": 0.2, "price_lr": 0.0}},
+    refuses=(("--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),),
+)

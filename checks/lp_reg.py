@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, surrogate, token_mean
+from . import ZSCORES, Batch, Run, clip_statistics, surrogate, token_mean
 
 
 def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,3 +55,8 @@ def check_proxy(module: ModuleType) -> None:
 
 
 SHARED = ZSCORES
+
+
+RUN = Run(
+    stored={"rare_share": 0.7, "kappa": 1e-4, "clip_low": 0.2, "clip_high": 0.28, "grad_clip": 8.0}
+)

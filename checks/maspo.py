@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, near, share, token_mean, weight
+from . import FIXTURE, ZSCORES, Batch, Run, near, share, token_mean, weight
 
 
 def widths(b: Batch) -> Tensor:
@@ -74,3 +74,6 @@ MUTANTS = {
     "σ ∝ 1/π": ("batch.old_logp.exp() ** args.alpha", "batch.old_logp.exp()"),
     "risk the wrong way round": ("1 / (1 - args.beta_neg * A)", "1 - args.beta_neg * A"),
 }
+
+
+RUN = Run(stored={"sigma_base": 0.3, "grad_clip": 8.0}, measured=("token_clip",))

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms
+from . import CENTRED, Batch, Run, cut_shares, near, no_kl, share, terms
 
 
 def weights(b: Batch) -> Tensor:
@@ -80,3 +80,10 @@ MUTANTS = {
     "weight from π_old": (BEHAVIOUR, BEHAVIOUR.replace("rollout_logp", "old_logp")),
     "weight not detached": ("(logp.detach() - behaviour)", "(logp - behaviour)"),
 }
+
+
+RUN = Run(
+    stored={"grad_clip": 60.0},
+    needs={"routing_replay": {"model": "model-moe"}},
+    refuses=(("--routing_replay r3", "tiny has no experts"),),
+)

@@ -10,7 +10,7 @@ from common.cli import BadInput
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import ZSCORES, Batch, near, share, terms, token_mean
+from . import ZSCORES, Batch, Run, near, share, terms, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -84,3 +84,9 @@ def check_teacher(module: ModuleType) -> None:
 
 
 SHARED = ZSCORES
+
+
+RUN = Run(
+    stored={"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
+    refuses=(("--teacher nowhere", "--teacher 'nowhere': no such folder"),),
+)

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import POLICIES, RIGHT, Batch, every_sample, loss_of, near
+from . import POLICIES, RIGHT, Batch, Run, every_sample, goldilocks, loss_of, near
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
@@ -43,3 +43,10 @@ def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
         near(balance(module, draws, best, V, beta), 0, "trajectory balance at its optimum", 1e-20)
         assert balance(module, draws, best, V + 0.1, beta) > 1e-4
         assert balance(module, draws, best + RIGHT, V, beta) > 1e-4 * beta
+
+
+RUN = Run(
+    stored=goldilocks.CHOICE | {"grad_clip": 31.0, "lr": 3e-4},
+    small=goldilocks.RUN.small,
+    needs=goldilocks.RUN.needs,
+)

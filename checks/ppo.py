@@ -8,7 +8,7 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import Batch, clipped, cut_shares, near, one, token_mean
+from . import Batch, Run, clipped, cut_shares, near, one, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -97,51 +97,6 @@ def check_judge(module: ModuleType) -> None:
     near(whitened, (A - A.mean()) / A.std(), "the policy's advantages", 1e-4)
 
 
-SP3O = {1: [0], 2: [0], 3: [1], 4: [1, 2], 6: [2, 3, 4], 11: [3, 6, 9], 16: [4, 9, 14]}
-SP3O[27] = [8, 16, 23]
-
-
-def check_anchors(module: ModuleType) -> None:
-    """The places of a response are those of SP3O's own function (8b8b26e), by its length. A gap is
-    never a place."""
-    mask = (torch.arange(27) < torch.tensor(list(SP3O))[:, None]).double()
-    for row, places in zip(module.anchors(mask), SP3O.values()):
-        near(row.nonzero()[:, 0], places, f"the places of {len(places)} anchors")
-    gap = one(1.0, 1, 0, 0, 0, 0, 0, 1, 1)
-    near(module.anchors(gap), one(0.0, 1, 0, 0, 0, 0, 0, 1, 0), "around a gap")
-
-
-def check_bounded_value(module: ModuleType) -> None:
-    """V = 1/2 + atan(z)/π is 1/2 at 0, 3/4 at 1, and never outside 0 to 1."""
-    z = torch.tensor([0.0, 1.0, -1.0, 1e6, -1e6])
-    output = SimpleNamespace(last_hidden_state=z[None, :, None])
-    lm = torch.nn.Module()
-    lm.base_model, lm.config = torch.nn.Module(), SimpleNamespace(hidden_size=1)
-    lm.base_model.forward = lambda **inputs: output
-    for bounded, expected in ((True, [0.5, 0.75, 0.25, 1.0, 0.0]), (False, z)):
-        value = module.Value(lm, bounded)
-        torch.nn.init.ones_(value.head.weight)
-        states = torch.ones(1, 5, dtype=torch.bool)
-        near(value(states, states)[0], expected, f"V, bounded: {bounded}", 1e-6)
-
-
-def check_bpco_advantages(module: ModuleType) -> None:
-    """Advantages are those that while-ai's test computes by hand from BPCO's paper, with V 0.2,
-    0.5, 0.8, reward 1, λ = 1 - 1/(0.4 · 3), not whitened. The target of every token is the
-    reward."""
-    critic = object.__new__(module.Critic)
-    flags = {"lam_length": 0.4, "lam_critic": 1.0, "beta": 0.0, "whiten": False}
-    critic.args, critic.world, critic.value = module.Args(**flags), ALONE, None
-    values, ones = torch.tensor([[0.2, 0.5, 0.8]]), torch.ones(1, 3)
-    batch = Rollout(
-        rewards=ones[:, 0], mask=ones, old_logp=values, advantages=ones[:, 0], tokens=ones
-    )
-    with mock.patch.object(module, "all_logprobs", lambda *more: SimpleNamespace(logp=values)):
-        critic.judge([batch])
-    near(batch.token_advantages, [[0.3555556, 0.3333333, 0.2]], "advantages", 1e-6)
-    near(batch.returns, ones, "targets", 1e-6)
-
-
 def check_privileged(module: ModuleType) -> None:
     """With `--privileged` the critic reads the answer and an EOS before each prompt, and judges the
     same tokens. Without it the critic reads the batch as it is."""
@@ -171,21 +126,9 @@ def check_privileged(module: ModuleType) -> None:
         near(seen.ends, ends, f"where rows end, privileged: {privileged}")
 
 
-def check_sparse_value(module: ModuleType) -> None:
-    """With `--sparse_value` the loss is the mean over the anchors. While the critic trains alone it
-    is the mean over all tokens."""
-    values, mask = torch.arange(12.0).view(2, 6) / 12, torch.ones(2, 6)
-    batch = Rollout(mask=mask, values=values, returns=torch.zeros(2, 6), tokens=mask)
-    for sparse, alone, fitted in ((True, False, [2, 3, 4]), (True, True, range(6))):
-        critic = object.__new__(module.Critic)
-        critic.args, critic.world = module.Args(sparse_value=sparse), ALONE
-        critic.value = torch.nn.Linear(1, 1)
-        critic.optimizer = torch.optim.SGD(critic.value.parameters(), 0.0)
-        output = values + 0 * critic.value.bias, None
-        with (
-            mock.patch.object(module, "response_logprobs", return_value=output),
-            mock.patch.object(module, "micro_batches", return_value=[[0, 1]]),
-        ):
-            total, count = critic.learn(batch, alone)["value_loss"]
-        expected = values[:, list(fitted)].square().mean() / 2
-        near(total / count, expected, f"the loss, alone: {alone}", 1e-6)
+RUN = Run(
+    stored={"critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9, "beta": 0.1}
+    | {"value_clip": 0.05, "grad_clip": 4.0, "critic_warmup": 1, "steps": 3},
+    small="--critic_warmup 1",
+    learns_in=15,  # the critic learns alone for five
+)

@@ -4,8 +4,8 @@ the checks of the files that the layers come from.)"""
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, both_streams, clip_statistics, maspo, response_mean, share, stapo
-from . import surrogate, token_mean
+from . import ZSCORES, Batch, Run, both_streams, clip_statistics, maspo, response_mean, share, stapo
+from . import goldilocks, surrogate, token_mean, vcpo
 
 
 def kept(b: Batch) -> Tensor:
@@ -52,3 +52,20 @@ CASES = [
 
 
 SHARED = ZSCORES
+
+
+GATE = "sigma_base sigma_high alpha beta_pos beta_neg".split()
+RUN = Run(
+    stored=goldilocks.CHOICE
+    | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": 2, "lr": 3e-4, "steps": 3}
+    | {"branch_weight": 0.7, "grad_clip": 12.0},
+    small=f"{vcpo.RUN.small} {goldilocks.RUN.small}",
+    needs={
+        "lag": {"lag": 0},
+        "tau_p": {"tau_p": 1.0},
+        "teacher_batch": {"window": 16},
+        "kl_cov_coef": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+        "kl_cov_share": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+    }
+    | {flag: {"tokens": "maspo"} for flag in GATE},
+)

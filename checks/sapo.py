@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, near, response_mean, share, weight
+from . import ZSCORES, Batch, Run, near, response_mean, share, weight
 
 
 def temperatures(b: Batch) -> Tensor:
@@ -60,3 +60,6 @@ MUTANTS = {
     "detached": (SIGMOID, f"{SIGMOID}.detach() * (1 + 0 * logp)"),
     "log-ratio": (SIGMOID, "torch.sigmoid(tau * (logp - batch.old_logp))"),
 }
+
+
+RUN = Run(stored={"grad_clip": 5.0})

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, grpo, near, no_kl
+from . import ZSCORES, Batch, Run, clip_statistics, grpo, near, no_kl
 
 
 def weighted(b: Batch) -> Tensor:
@@ -66,3 +66,6 @@ def check_without_baseline(module: ModuleType) -> None:
 
 
 SHARED = ZSCORES
+
+
+RUN = Run(stored={"outliers": 1.5, "grad_clip": 3.0})

@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, near, surrogate, token_mean
+from . import ZSCORES, Batch, Run, clip_statistics, near, surrogate, token_mean
 
 
 def spurious(b: Batch) -> Tensor:
@@ -69,3 +69,10 @@ MUTANTS = {
     ),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
 }
+
+
+RUN = Run(
+    stored={"tau_p": 0.9, "entropy_quantile": 0.8, "grad_clip": 4.0},
+    needs={"candidate_quantile": {"entropy_rule": "candidates"}, "tau_p": {"tau_p": 1.0}},
+    refuses=(("--entropy_quantile 80", "--entropy_quantile 80.0: must be from 0 to 1"),),
+)

@@ -8,7 +8,7 @@ import torch
 from common.batch import Rollout
 from common.distributed import ALONE
 
-from . import ZSCORES, grpo, near, z_score
+from . import ZSCORES, Run, grpo, near, z_score
 
 objective, statistics = grpo.objective, grpo.statistics
 CASES, FIXTURES, SHARED = grpo.CASES, grpo.FIXTURES, ZSCORES
@@ -109,3 +109,6 @@ def check_dropped(module: ModuleType) -> None:
     expected = torch.zeros_like(R)
     expected[0, ~failed[0]] = z_score(R[0, ~failed[0]])
     near(module.advantages_without(R, failed), expected, "advantages without failed calls", 1e-9)
+
+
+RUN = Run(stored={"beta": 0.1, "grad_clip": 6.0}, turns=True, needs={"max_turns": {"max_turns": 1}})

@@ -9,7 +9,16 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import FIXTURE, RIGHT, Batch, advantages_match, check_equal_rewards, loss_and_gradient, near
+from . import (
+    FIXTURE,
+    RIGHT,
+    Batch,
+    Run,
+    advantages_match,
+    check_equal_rewards,
+    loss_and_gradient,
+    near,
+)
 from . import measured, response_mean
 
 
@@ -148,3 +157,13 @@ MUTANTS = {
     "norms ignored": (HEAVY, "2 * log_w + 0 * norms"),
     "ESS in plain space": (ESS, "(log_w.exp().sum() ** 2 / log_w.exp().square().sum())"),
 }
+
+
+RUN = Run(
+    stored={"lag": 1, "rho_on": 0.5, "grad_clip": 32.0, "steps": 3},  # one only fills the queue
+    small="--lag 1",
+    first=2,
+    needs={"lag": {"lag": 0}},
+    learns_in=30,  # one update a batch, and none in the first eight steps
+    refuses=(("--lag 8 --steps 8", "--lag 8: must be"),),
+)

@@ -29,18 +29,19 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from checks import run_of
 from checks.files import MODULES
 
 ROOT = Path(__file__).parent.parent
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
-# What makes an algorithm act within 6 small steps
-MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
-MORE["paced"] = MORE["goldilocks"]
-MORE["ppo"] = ["--critic_warmup", 1]
-MORE["recipe"] = [*MORE["vcpo"], *MORE["goldilocks"]]
 CLOCKED = ("tokens_per_s", "problems")  # the second only stands where a checkpoint follows
 SECONDS = 600  # after which a process that does not end is killed
+
+
+def small(algorithm: str) -> list[str]:
+    """Return the flags of a small run in which the algorithm acts within six steps."""
+    return [*SMALL, *run_of(algorithm).small.split()]
 
 
 def module_of(algorithm: str) -> object:

@@ -35,14 +35,10 @@ VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ 
 reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
 
-Two papers of 2026 say why critics learn little:
-- SP3O (arXiv 2609.18708): all tokens of a response have the same target, and mean_t (V - R)² =
-  (mean_t V - R)² + var_t V, so the loss itself makes V flat over a response. SP3O has a loss at
-  three tokens only (`--sparse_value`).
-- BPCO (arXiv 2608.23566) bounds V to where rewards are, 1/2 + atan(z)/π (`--bounded_value`). It has
-  the reward as the target of every token (`--lam_critic 1`) and VAPO's λ with α = 0.4, and does not
-  whiten. In some of its runs the critic also reads the reference answer (`--privileged`), which the
-  policy never sees.
+Two papers of 2026 say why critics learn little. SP3O (arXiv 2609.18708): all tokens of a response
+have the same target, so the loss itself makes V flat over a response. BPCO (arXiv 2608.23566)
+bounds V to the range of the rewards. In some of BPCO's runs the critic also reads the reference answer,
+which the policy never sees (`--privileged`). Their other changes are not here.
 
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
@@ -54,12 +50,7 @@ Base file: grpo.py. Differs from it in:
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
-    # SP3O
-    torchrun -m variants.ppo --sparse_value --lam 1 --lam_critic 1 --beta 0 --critic_lr 1.2e-3 \
-        --critic_warmup 20
-    # BPCO, but for its policy loss, which is dppo.py's at δ = 0.2
-    torchrun -m variants.ppo --bounded_value --no_whiten --lam_critic 1 --lam_length 0.4 --beta 0 \
-        --critic_lr 1.5e-3 --critic_warmup 15 --group_size 1 --prompts_per_step 128 --privileged
+    torchrun -m variants.ppo --privileged                   # a critic that knows the answer
     # eight GPUs (not yet run on several), VAPO's λs and ε; batch, rates and warm-up are ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \
@@ -114,10 +105,6 @@ class Args(Trunk):
     critic_warmup: Whole = 5
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
 
-    sparse_value: bool = False
-    """After the warm-up, fit V only at 0.3, 0.6 and 0.9 of a response (SP3O)."""
-    bounded_value: bool = False
-    """V = 1/2 + atan(z)/π, between rewards 0 and 1 (BPCO)."""
     privileged: bool = False
     """The critic reads the reference answer before the prompt (BPCO+Ans)."""
     whiten: bool = True
@@ -182,18 +169,6 @@ def value_loss(
     return loss, ((held > free) * mask).sum()
 
 
-def anchors(mask: Tensor) -> Tensor:
-    """Return 1 `[n, T]` on the tokens at 0.3, 0.6 and 0.9 of each response. The last token of a
-    response is never chosen, unless it is the only one."""
-    place = mask.cumsum(dim=1) - 1  # [n, T]: a token's number, from 0
-    last = mask.sum(dim=1, keepdim=True) - 1  # [n, 1]
-    chosen = torch.zeros_like(mask)  # [n, T]
-    for share in (0.3, 0.6, 0.9):
-        at = (last.double() * share).round().minimum(last - 1).clamp(min=0)  # [n, 1]
-        chosen = torch.where(place == at, mask, chosen)  # [n, T]
-    return chosen
-
-
 def show_answers(rollout: Rollout, problems: list, G: int, tokenizer: Tokenizer) -> None:
     """Write two columns for a critic that knows the answer: its sequences `told [N, S']`, with the
     reference answer and EOS before each prompt, and the number of added tokens `told_len [N]`."""
@@ -214,11 +189,10 @@ class Value(Policy):
     It has a policy's interface, so `all_logprobs` and `response_logprobs` work on it, too.
     """
 
-    def __init__(self, lm: nn.Module, bounded: bool = False):
+    def __init__(self, lm: nn.Module):
         super().__init__(lm.base_model)
-        self.bounded = bounded
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
-        # At first V is 0 everywhere, and Â is R, discounted by λ. Bounded, V is 1/2, and Â R - 1/2.
+        # At first V is 0 everywhere, and Â is R, discounted by λ.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
@@ -228,8 +202,6 @@ class Value(Policy):
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
         values = nn.functional.linear(hidden.float(), self.head.weight.float())[:, 0]  # [M]
-        if self.bounded:
-            values = 0.5 + values.atan() / math.pi  # [M]: between 0 and 1
         return values, torch.zeros_like(values)
 
 
@@ -238,7 +210,7 @@ class Critic:
 
     def __init__(self, args: Args, lm: nn.Module, world: World):
         self.args, self.world = args, world
-        self.value = shard(Value(copy.deepcopy(lm), args.bounded_value), args, world)
+        self.value = shard(Value(copy.deepcopy(lm)), args, world)
         how = {"betas": args.betas, "weight_decay": args.weight_decay, "fused": True}
         self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
 
@@ -287,22 +259,19 @@ class Critic:
             "explained_variance": (1 - unknown / spread if spread else 0.0, spread > 0),
         }
 
-    def learn(self, batch: Rollout, alone: bool) -> dict[str, tuple]:
-        """Take one optimiser step of V towards its targets, on one mini-batch, and return metrics.
-        `alone` says that this is the warm-up."""
+    def learn(self, batch: Rollout) -> dict[str, tuple]:
+        """Take one optimiser step of V towards its targets, on one mini-batch, and return
+        metrics."""
         args = self.args
         tokens, squares, clipped = 0.0, 0.0, 0.0
         seen = self.reads(batch)
         for rows in micro_batches(self.value, seen, args.micro_tokens, self.world):
             micro = seen.rows(rows)
             values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
-            fitted = micro.mask  # [n, T]
-            if args.sparse_value and not alone:
-                fitted = anchors(micro.mask)
-            bound = args.value_clip
-            loss, cut = value_loss(values, micro.values, micro.returns, fitted, bound)
+            mask, bound = micro.mask, args.value_clip  # [n, T]
+            loss, cut = value_loss(values, micro.values, micro.returns, mask, bound)
             loss.backward()
-            tokens = tokens + fitted.sum()
+            tokens = tokens + mask.sum()
             squares = squares + loss.detach().double()
             clipped = clipped + cut
         divide_gradients(self.value, total_count(tokens, self.world), self.world)
@@ -382,7 +351,7 @@ LOOP = """
 +        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))
 
 -            first = minibatch is minibatches[0]
-+            means.add(**critic.learn(minibatch, alone=step <= args.critic_warmup))
++            means.add(**critic.learn(minibatch))
 +            # An untrained critic gives bad advantages, which would stay in Adam's moments.
 +            if step <= args.critic_warmup:
 +                continue
@@ -415,14 +384,8 @@ if __name__ == "__main__":
 # 5. VAPO also has ε 0.28 above (`--clip_high`), and a likelihood term on right responses, which is
 #    not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0; here it is then 0.
 #    (BPCO's code leaves it below 0, which concerns responses of two tokens.)
-# 6. SP3O also fits V at 0.95 of responses of 6,144 tokens or more. Its critic's rate is four times
-#    the policy's, and its warm-up has 20 steps. Its script (examples/sp3o/train.sh) has λ 1, no KL,
-#    64 prompts of 8 responses, two updates and TIS. BPCO's rates are 1e-6 and 5e-6, and it sums
-#    over tokens. Its critic reads the answer in a template of its own, in some runs a solution
-#    instead.
-#
-# SP3O's places are from its sp3o.py (Dodojordi/SP3O 8b8b26e). BPCO's λ and targets are from its
-# core_algos.py (QPHutu/golden_critic), and V is its equation 9 as while-ai's tests state it.
+# 6. With `--privileged` the answer stands before the prompt. BPCO's critic reads it in a template of
+#    its own, in some runs a solution instead.
 #
 # PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in its listing
 # and in summaries; we do not know its rates and steps of pre-training.

@@ -22,7 +22,8 @@ from common.logprobs import Policy, micro_batches, response_logprobs
 from common.model import load_model
 from common.rollout import HFEngine
 
-from tests.helpers import MORE, metrics, started
+from checks import run_of
+from tests.helpers import metrics, started
 
 GPUS = torch.cuda.device_count()
 RANKS = 1 if GPUS == 1 else 2  # without a GPU: two processes on the CPU
@@ -38,8 +39,7 @@ RUNS = {
     "offload": f"grpo {SHORT} --rollout hf --offload --gradient_checkpointing",
 }
 for name in NINE:
-    acts = " ".join(map(str, MORE.get(name, [])))
-    RUNS[name] = f"{name} {SHORT} --rollout hf {acts}"
+    RUNS[name] = f"{name} {SHORT} --rollout hf {run_of(name).small}"
 COMPILE = ["--compile"] if "--compile" in sys.argv else []
 # The first loss asks for a petabyte.
 TOO_LARGE = """

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from checks import mutate
+from checks import mutate, run_of
 from checks.files import MODULES
 from tests.helpers import forked
 
@@ -285,40 +285,6 @@ class Record:
 
 DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
 DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01, "steps": 2}
-# A teacher that chooses from the second step on
-CHOICE = {"candidates": 5, "teacher_batch": P, "window": P, "teacher_updates": 1, "explore": 0.0}
-# So that every mechanism acts on the stored answers, and some gradients but not all are above
-# grad_clip
-FLAGS = {
-    "grpo": {"beta": 0.1, "grad_clip": 6.0},
-    "gspo": {"clip_low": 0.02, "clip_high": 0.03, "grad_clip": 4.0},
-    "sapo": {"grad_clip": 5.0},
-    "stapo": {"tau_p": 0.9, "entropy_quantile": 0.8, "grad_clip": 4.0},
-    "maspo": {"sigma_base": 0.3, "grad_clip": 8.0},
-    "minirl": {"grad_clip": 60.0},
-    "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
-    "goldilocks": CHOICE | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
-    "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
-    "baselines": {"grad_clip": 6.0},
-    "blockwise": {"grad_clip": 4.0},
-    "centred": {"weight": "tis", "w_high": 1.2, "grad_clip": 25.0},
-    "dapo": {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
-    "entropy20": {"grad_clip": 8.0},
-    "laconic": {"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
-    "lp_reg": {"rare_share": 0.7, "kappa": 1e-4, "clip_low": 0.2, "clip_high": 0.28},
-    "m2po": {"grad_clip": 4.0},
-    "opd": {"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
-    "paced": CHOICE | {"grad_clip": 31.0, "lr": 3e-4},
-    "ppo": {"critic_warmup": 1, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
-    "recipe": CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "lr": 3e-4},
-    "signs": {"outliers": 1.5, "grad_clip": 3.0},
-    "tool": {"beta": 0.1, "grad_clip": 6.0},
-}
-for waits in ("vcpo", "ppo", "recipe"):  # a step, in which their policy is not trained
-    FLAGS[waits]["steps"] = 3
-FLAGS["lp_reg"] |= {"grad_clip": 8.0}
-FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0, "sparse_value": True}
-FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
 
 
 @lru_cache(2)
@@ -351,14 +317,15 @@ def task(judge: Callable) -> Task:
 def record(module: ModuleType, world: World, folder: Path, model: str = "model", **flags) -> Record:
     """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
-    flags = DEFAULTS | FLAGS.get(name, {}) | flags
+    how = run_of(name)
+    flags = DEFAULTS | how.stored | flags
     shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
     args = module.Args(**shape | {"shard_ranks": world.size} | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
     engine, found = Stored(world, model), Record(world.rank, vars(args))
-    problems = task(marks if name == "blockwise" else reward)
-    if name == "tool":
+    problems = task(marks if how.part_marks else reward)
+    if how.turns:
         engine = StoredTurns(world, model)
         problems.reply = engine.reply
 

@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 import grpo
 import pytest
 import torch
+from checks import run_of
 from checks.files import NINE, VARIANTS
 from common.cli import Flags
 from common.distributed import World
@@ -30,36 +31,15 @@ VLLM = {"vllm": ("a=1",), "vllm_memory": 0.5, "vllm_sleep": True, "tensor_parall
 # Other tests show what these do
 ELSEWHERE = """answer_column back_to chat compile eval_task failed_call instruction
     max_prompt_tokens micro_tokens prompt_column rollout run_dir turn_end wandb""".split()
-# What a file's own flag needs to act, or where to start, if half of its usual value does nothing
+# What flags of several files need to act, or where to start, if half of their usual value does
+# nothing. What those of one file need is in checks/NAME.py, `RUN`.
 NEEDS = {
-    "budget_low": {"budget_low": 0.1, "budget_high": 1.0, "delta": 0.05},
-    "candidate_quantile": {"entropy_rule": "candidates"},
-    "centre_top": {"centre_top": 2},
     "clip_high": {"clip_high": 0.0},
     "clip_low": {"clip_low": 0.0},
-    "correction": {"correction": "none", "w_low": 0.9, "w_high": 1.1, "opsm_delta": 0.1},
-    "correction_level": {"correction": "tis"},
     "is_cap": {"is_cap": 1.4},
-    "kl_cov_coef": {"tokens": "kl_cov", "kl_cov_share": 0.2},
-    "kl_cov_share": {"tokens": "kl_cov", "kl_cov_share": 0.2},
-    "lag": {"lag": 0},
-    "max_draws": {"max_draws": 1},
-    "max_turns": {"max_turns": 1},
-    "opsm_delta": {"correction": "opsm"},
-    "price_floor": {"price_floor": 0.2, "price_lr": 0.0},
-    "routing_replay": {"model": "model-moe"},
-    "tau_p": {"tau_p": 1.0},
-    "teacher_batch": {"window": 16},
-    "two_sided": {"delta": 0.01},
     "w_high": {"w_high": 2.4},
-    "w_low": {"weight": "icepop", "w_low": 0.9},
 }
-GATE = "sigma_base sigma_high alpha beta_pos beta_neg".split()
-NEEDS |= {flag: {"tokens": "maspo"} for flag in GATE}  # in recipe.py
 TEXTS = {"boundary": "#", "marker": "=", "teacher": "tiny"}
-# Only metrics change, which compare with another method's clip
-MEASURED = ["gspo token_clip", "maspo token_clip", "cispo clip_low", "cispo clip_high"]
-STEPS = {"vcpo": 2, "goldilocks": 2}  # of the nine, one of training; a teacher chooses in the next
 SLOW = ["goldilocks", *VARIANTS]
 FILES = [name for name in NINE if name not in SLOW]
 
@@ -89,22 +69,23 @@ def trained(name: str, world: World, folder: Path, **flags: object) -> SimpleNam
 @pytest.mark.parametrize("name", [*FILES, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_a_files_own_flags_change_its_training(name, world, tmp_path):
     Args, plain, idle = module_of(name).Args, {}, []
+    how = run_of(name)
     for flag, kind in get_type_hints(Args).items():
         if flag in SHARED or flag in ELSEWHERE:
             continue
-        start = {"steps": STEPS.get(name, 1)} if name in NINE else {}
-        start |= {k: v for k, v in NEEDS.get(flag, {}).items() if hasattr(Args, k)}
+        start = {"steps": how.first} if name in NINE else {}
+        start |= (NEEDS | how.needs).get(flag, {})
         if str(start) not in plain:
             plain[str(start)] = trained(name, world, tmp_path / str(start), **start)
         before = plain[str(start)]
         for value in others(flag, before.flags[flag], kind):
             after = trained(name, world, tmp_path / f"{flag} {value}", **start | {flag: value})
             changed = after.training != before.training
-            if f"{name} {flag}" in MEASURED:
+            if flag in how.measured:
                 changed = after.metrics != before.metrics and not changed
             if not changed:
                 idle.append(f"--{flag} {value}")
-    assert not idle, f"{idle} of {name} do nothing: a bug, or they need other flags, see NEEDS"
+    assert not idle, f"{idle} of {name} do nothing: a bug, or see NEEDS"
 
 
 @pytest.mark.parametrize("flag", ACTING | EVALUATION)

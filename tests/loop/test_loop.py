@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import checks
 import pytest
 import torch
-from checks.files import NINE
+from checks.files import ALGORITHMS, NINE
 from checks.loop_mutants import DAMAGES
 from common.distributed import ALONE, setup
 from torch import Tensor
@@ -20,7 +20,7 @@ from tests.loop.stored import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, M, P, Record, 
 from tests.loop.stored import damaged, distributions, flat, log_probs, on_ranks, record, sampled
 
 PLAIN = ["grpo", "gspo", "sapo", "maspo", "stapo", "minirl"]
-VARIANTS = [name for name in stored.FLAGS if name not in NINE]
+OTHERS = [name for name in ALGORITHMS if name not in NINE and checks.run_of(name).stored]
 slow = pytest.mark.slow
 
 
@@ -195,7 +195,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """Return the records of all files on two ranks, and of the damaged copies, by name."""
-    jobs = {name: (name, (), {} if name in PLAIN else ONE) for name in (*NINE, *VARIANTS)}
+    jobs = {name: (name, (), {} if name in PLAIN else ONE) for name in (*NINE, *OTHERS)}
     jobs["whole models"] = ("grpo", (), {"shard_ranks": 1})
     for name, damage in DAMAGES.items():
         flags = damage.flags if damage.algorithm in PLAIN else damage.flags | ONE
@@ -215,13 +215,13 @@ def test_a_second_loop(alone, name):
     check_the_answers_ask_enough(name, alone(name))
 
 
-@pytest.mark.parametrize("name", [*NINE, *(pytest.param(name, marks=slow) for name in VARIANTS)])
+@pytest.mark.parametrize("name", [*NINE, *(pytest.param(name, marks=slow) for name in OTHERS)])
 def test_smallest_micro_batches(alone, name):
     same_run([alone(name)], [alone(name, *EMPTY, micro_tokens=1)])
 
 
 @slow
-@pytest.mark.parametrize("name", [*NINE, *VARIANTS, "whole models"])
+@pytest.mark.parametrize("name", [*NINE, *OTHERS, "whole models"])
 def test_two_ranks(alone, together, name):
     if name in (*PLAIN, "whole models"):
         check_loop("grpo" if name == "whole models" else name, together[name])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checks.files import NINE
 
-from tests.helpers import MORE, SMALL, command, metrics, started
+from tests.helpers import command, metrics, small, started
 
 STORED = json.loads(Path(__file__).with_name("numbers.json").read_text())
 # The same kernels on every x86 CPU: by default those of AVX2 and AVX512 differ by more than 1e-5.
@@ -23,7 +23,7 @@ KERNELS["ONEDNN_MAX_CPU_ISA"] = "SSE41"
 
 def first_steps(algorithm: str, ranks: int, folder: Path) -> list[list[float]]:
     """Return loss and gradient norm of the first three steps that train."""
-    flags = [*SMALL, "--eval_every", 9, *MORE.get(algorithm, []), "--steps", 4]
+    flags = [*small(algorithm), "--eval_every", 9, "--steps", 4]
     ended = command(algorithm, *flags, "--run_dir", folder, ranks=ranks)
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in metrics(folder) if "loss" in line]

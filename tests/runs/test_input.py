@@ -6,6 +6,8 @@ from pathlib import Path
 
 import grpo
 import pytest
+from checks import run_of
+from checks.files import ALGORITHMS
 from transformers import Qwen3Config
 
 from tests.helpers import SMALL, module_of, run_here, started
@@ -28,23 +30,14 @@ BAD_INPUT = [
     ("grpo", "--resume", "--resume: no checkpoint in"),
     ("grpo", "--lerning_rate 1", "--lerning_rate"),  # said by tyro
 ]
-# Each kind of limit, and what a file checks of its own
+# Each kind of limit, and what a file checks of its own (its `RUN` in checks)
 OWN_FLAGS = [
     ("grpo", "--temperature 1e-40", "--temperature 1e-40: must be from 0.01 to 100"),
     ("grpo", "--lr -0", "--lr -0.0: must be a number above 0"),
     ("grpo", f"--group_size 1{'0' * 30}", "must be from 1 to 4294967295"),
     ("grpo", "--vllm_memory 30", "--vllm_memory 30.0: must be above 0 and at most 1"),
-    ("stapo", "--entropy_quantile 80", "--entropy_quantile 80.0: must be from 0 to 1"),
-    ("minirl", "--routing_replay r3", "tiny has no experts"),
-    ("icepop", "--correction_level sequence", "--correction_level sequence: is for tis and mis"),
-    ("opd", "--teacher nowhere", "--teacher 'nowhere': no such folder"),
-    ("laconic", "--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),
-    ("dapo", "--overlong_buffer 65", "--overlong_buffer 65: is above --max_new_tokens 64"),
-    ("blockwise", "--task arithmetic --marker 12", "--marker 12: must be one token of this model"),
-    ("vcpo", "--lag 8 --steps 8", "--lag 8: must be"),
-    ("goldilocks", "--teacher_batch 64 --window 32", "--teacher_batch 64"),
-    ("deep_grpo", "--boundary z", "--boundary 'z': no token ends in it"),
 ]
+OWN_FLAGS += [(name, *case) for name in ALGORITHMS for case in run_of(name).refuses]
 CASES = [*BAD_INPUT, *(pytest.param(*case, marks=pytest.mark.slow) for case in OWN_FLAGS)]
 
 

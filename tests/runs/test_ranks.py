@@ -18,7 +18,7 @@ from common.model import load_model
 from common.records.checkpoint import load_checkpoint
 from common.rollout import HFEngine
 
-from tests.helpers import MORE, SMALL, command, forked, run_here, tensors
+from tests.helpers import SMALL, command, forked, run_here, small, tensors
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +124,7 @@ def test_resume_on_other_ranks(tmp_path, world):
 
 def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):
     """For vcpo's queue, one line says how many ranks can continue it."""
-    flags = [*SMALL, *MORE["vcpo"], "--minibatches", 1, "--run_dir", tmp_path / "run"]
+    flags = [*small("vcpo"), "--minibatches", 1, "--run_dir", tmp_path / "run"]
     assert command("vcpo", *flags, "--steps", 2, ranks=2).codes == [0, 0]
     assert run_here(vcpo.main, *flags, "--steps", 4, "--resume") == 2
     assert "--resume: batches in flight: use 2 rank(s)" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from common.distributed import StopFlag
 from common.records import checkpoint
 from common.records.checkpoint import checkpoints
 
-from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
+from tests.helpers import SMALL, assert_same_run, command, drive, forked, metrics, module_of, small
 from tests.helpers import run_here, started, tree
 
 slow = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, finished):
     """A run is killed in step 4 (checkpoint at 2) and resumed to its end. Weights, moments, metrics
     (the lr, too) and samples are those of an undisturbed run."""
     main, whole, parts = module_of(algorithm).main, tmp_path / "whole", tmp_path / "parts"
-    flags = [*SMALL, *MORE.get(algorithm, []), "--steps", 4, "--run_dir"]
+    flags = [*small(algorithm), "--steps", 4, "--run_dir"]
     if algorithm == FIRST:
         whole = finished
     else:
@@ -195,7 +195,7 @@ def three_steps(tmp_path_factory):
     @functools.cache
     def made(algorithm: str) -> Path:
         folder = tmp_path_factory.mktemp(algorithm) / "run"
-        flags = [*SMALL, *MORE.get(algorithm, []), "--save_every", 1, "--steps", 3]
+        flags = [*small(algorithm), "--save_every", 1, "--steps", 3]
         assert run_here(module_of(algorithm).main, *flags, "--run_dir", folder) == 0
         return folder
 
@@ -209,7 +209,7 @@ def test_back_to_with_another_rate_acts(algorithm, flag, value, three_steps, tmp
     old = three_steps(algorithm)
     folder = Path(shutil.copytree(old, tmp_path / "run"))
     values = value if isinstance(value, tuple) else (value,)
-    flags = [*SMALL, *MORE.get(algorithm, []), "--steps", 3, "--run_dir", folder, "--resume"]
+    flags = [*small(algorithm), "--steps", 3, "--run_dir", folder, "--resume"]
     flags += ["--back_to", 1, f"--{flag}", *values]
     assert run_here(module_of(algorithm).main, *flags) == 0
     before, after = ({**metrics(run)[3], "lr": 0} for run in (old, folder))

@@ -40,7 +40,7 @@ GROUPS = {
     "A clip of the token's ratio": "grpo justrl dapo dr_grpo blockwise signs deep_grpo",
     "The clip, and tokens left out": "stapo entropy20 lp_reg",
     "A smooth gate on the token's ratio": "sapo maspo",
-    "A bounded weight on log π": "cispo minirl dppo cppo icepop m2po centred opd",
+    "A bounded weight on log π": "cispo minirl dppo icepop centred opd",
     "The response's ratio": "gspo vespo vcpo",
     "Something else": "ppo paced recipe",
 }
