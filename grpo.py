@@ -53,9 +53,9 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.logprobs import frozen_reference  # <own>
+from common.logprobs import frozen_reference
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.metrics import clip_shares  # <own>
+from common.metrics import clip_shares
 from common.model import load_model
 from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
@@ -92,9 +92,9 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
-    beta: NonNegative = 0.01  # <own>
+    beta: NonNegative = 0.01
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False  # <own>
+    kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
 
 
@@ -109,7 +109,6 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# <own>
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
     """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
     belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
@@ -121,7 +120,6 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
     return kl
 
 
-# </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
@@ -131,7 +129,6 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
@@ -143,28 +140,25 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # The caller divides by the number of responses in this mini-batch, over all ranks. That does
     # two things at once: 1/G, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
-    # </own>
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
-    # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
         stats["ref_kl"] = (k3(args, logp, batch) * batch.mask).sum(), batch.mask.sum()
     return stats
-    # </own>
 
 
 # Metrics that show the method at work. If the first is 0 at every step, the method never acted.
-ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
+ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}
 
 
 def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
+    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -200,25 +194,21 @@ def main(args: Args, world: World) -> None:
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-        # <own>
         if reference:
             for minibatch in minibatches:
                 minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
-        # </own>
 
         # 4. Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
-            first = minibatch is minibatches[0]  # <own>
+            first = minibatch is minibatches[0]
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                # <own>
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                     minibatch.put(rows, old_logp=micro.old_logp)
-                # </own>
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
@@ -229,10 +219,8 @@ def main(args: Args, world: World) -> None:
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            # <own>
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
                 means.add(**run.check_sampler(minibatches))
-            # </own>
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step

@@ -4,6 +4,9 @@ A variant holds only what it changes: its header, its flags, its loss, and a dif
 loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full.
 """
 
+import ast
+import builtins
+import dis
 import inspect
 import linecache
 import re
@@ -47,14 +50,17 @@ def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
     """Return `base.main`, changed by a diff, as if it stood in the file with these globals.
 
     The diff has hunks of lines that begin with a blank, - or +, and an empty line between hunks.
-    Each hunk must fit exactly one place (else LookupError). A name that the file does not define,
-    such as `advantages` or `policy_loss`, is taken from the base file.
+    Each hunk must fit exactly one place (else LookupError). What the base file imports is there,
+    too. What it defines is not: a file that uses the base's `advantages` says so. A name that the
+    loop lacks is a NameError now, not in the middle of a run.
     """
-    for name, value in vars(base).items():
-        namespace.setdefault(name, value)
-    source = getattr(base.main, "source", None)  # if the base file is a variant
-    if source is None:
+    if hasattr(base.main, "source"):  # the base file is a variant
+        source, imports = base.main.source, base.main.imports | imported(base)
+    else:
         source = re.sub(MARKS, "", inspect.getsource(base.main))
+        imports = imported(base)
+    for name, value in imports.items():
+        namespace.setdefault(name, value)
     hunks = diff.strip("\n").split("\n\n") if diff else []
     for hunk in hunks:
         before, after = "", ""
@@ -70,5 +76,21 @@ def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
     name = f"{namespace['__file__']}: main"
     linecache.cache[name] = len(source), None, source.splitlines(True), name  # for tracebacks
     exec(compile(source, name, "exec", dont_inherit=True), namespace)
-    namespace["main"].source = source
-    return namespace["main"]
+    main = namespace["main"]
+    main.source, main.imports = source, imports
+    for step in dis.get_instructions(main):
+        known = step.argval in namespace or hasattr(builtins, str(step.argval))
+        if step.opname == "LOAD_GLOBAL" and not known:
+            raise NameError(f"{name} needs {step.argval}, which the file does not define")
+    return main
+
+
+def imported(module: ModuleType) -> dict[str, object]:
+    """Return what a module's import statements bind, by name."""
+    found = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                found[name] = getattr(module, name)
+    return found

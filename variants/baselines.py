@@ -138,6 +138,8 @@ LOOP = """
 +        rollout.advantages = A.flatten()  # [N]
 +        means.add(**effect(rewards, A))
 """
+measures = justrl.measures
+policy_loss = justrl.policy_loss
 main = loop_of(justrl, globals(), LOOP)
 
 

@@ -178,6 +178,7 @@ LOOP = """
 +    if not args.w_low <= 1 <= args.w_high:  # the weight where sampler and trainer agree
 +        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
 """
+advantages = dppo.advantages
 main = loop_of(dppo, globals(), LOOP)
 
 

@@ -90,6 +90,7 @@ ACTED = {
 }
 
 
+advantages = justrl.advantages
 main = loop_of(justrl, globals())
 
 

@@ -209,6 +209,7 @@ LOOP = """
 +        means.add(**draws.statistics(rollout))
          means.add(**rollout_metrics(rollout, G, task))
 """
+advantages = justrl.advantages
 main = loop_of(justrl, globals(), LOOP)
 
 

@@ -178,6 +178,7 @@ LOOP = """
 -                means.add(experts_differ=experts_differ(minibatch, old.experts))
 +            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 """
+advantages = minirl.advantages
 main = loop_of(minirl, globals(), LOOP)
 
 

@@ -148,6 +148,7 @@ ACTED = {
 }
 
 
+advantages = stapo.advantages
 main = loop_of(stapo, globals())
 
 

@@ -125,6 +125,10 @@ LOOP = """
 +            with eight_bits.lifted():
 +                save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
 """
+advantages = minirl.advantages
+experts_differ = minirl.experts_differ
+measures = minirl.measures
+policy_loss = minirl.policy_loss
 main = loop_of(minirl, globals(), LOOP)
 
 

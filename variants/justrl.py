@@ -81,6 +81,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 
+advantages = sapo.advantages
 main = loop_of(sapo, globals())
 
 

@@ -136,6 +136,9 @@ LOOP = """
 +        means.add(**budget.statistics())
          means.add(**rollout_metrics(rollout, G, task))
 """
+advantages = grpo.advantages
+measures = grpo.measures
+policy_loss = grpo.policy_loss
 main = loop_of(grpo, globals(), LOOP)
 
 

@@ -167,6 +167,7 @@ LOOP = """
 -            # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
 +            # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
 """
+advantages = stapo.advantages
 main = loop_of(stapo, globals(), LOOP)
 
 

@@ -133,6 +133,7 @@ LOOP = """
 +        means.add(outlier_share=(odd.sum(), len(odd)))
 +        means.add(outlier_reward=(rewards.flatten()[odd].sum(), odd.sum()))
 """
+advantages = grpo.advantages
 main = loop_of(grpo, globals(), LOOP)
 
 

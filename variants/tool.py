@@ -238,6 +238,8 @@ LOOP = """
 +            failed = rollout.failed.view(P, G)  # [P, G]
 +            rollout.advantages = advantages_without(rewards, failed).flatten()  # [N]
 """
+measures = grpo.measures
+policy_loss = grpo.policy_loss
 main = loop_of(grpo, globals(), LOOP)
 
 

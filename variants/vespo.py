@@ -109,6 +109,7 @@ ACTED = {
 }
 
 
+advantages = justrl.advantages
 main = loop_of(justrl, globals())
 
 

@@ -25,7 +25,6 @@ tools.make_tiny tiny tiny-long --steps 1 --task arithmetic:100
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
-tools.maintain.spread --dry
 tools.maintain.walk
 """.split("\n")[1:-1]
 NUMBER = r"-?\d+\.\d+"
@@ -37,7 +36,6 @@ def copy(tmp_path_factory, finished) -> Path:
     folder = tmp_path_factory.mktemp("programs") / "repository"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "mine", "venv")
     shutil.copytree(ROOT, folder, ignore=left_out)
-    (folder / ".git").symlink_to(ROOT / ".git")  # read by tools.maintain.spread
     for name in ("a", "b"):
         shutil.copytree(finished, folder / "runs" / name)
     return folder
@@ -88,7 +86,6 @@ tools.evaluate tiny --eval_task nosuchset
 tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
-tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
 
 

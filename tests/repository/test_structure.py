@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from checks import module_from
 from checks.files import ALGORITHMS, NINE, PATHS, base_of
 from common.cli import Rule
 from tools.maintain.marks import changes, code_lines
@@ -133,9 +134,16 @@ def test_variants_have_the_flags_of_the_loop():
     assert own in (ROOT / "variants/__init__.py").read_text()
 
 
+def test_a_variant_that_lost_its_loss_does_not_load():
+    """It does not get its base file's."""
+    source = PATHS["justrl"].read_text("utf-8").replace("def policy_loss(", "def another(")
+    with pytest.raises(NameError, match="policy_loss"):
+        module_from(source, module_of("justrl"))
+
+
 def test_an_unmarked_difference_is_found(tmp_path):
     base, other = tmp_path / "grpo.py", tmp_path / "other.py"
-    base.write_text("a = 1\nb = 2  # <own>\nc = 3\n")
+    base.write_text("a = 1\nb = 2\nc = 3\n")
     other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <own>\n")
     assert changes(other, base) == ([], 2)
     other.write_text("a = 1\nc = 4\n")

@@ -1,8 +1,8 @@
 """Find the lines that an algorithm file changes in grpo.py, and the marks that show them. Tests and
 tools share these definitions.
 
-A line that a file does not share with grpo.py ends in `# <own>`, or is between a line `# <own>` and
-a line `# </own>`. In grpo.py these marks show the lines that other files may lack.
+A line that grpo.py does not have ends in `# <own>`, or is between a line `# <own>` and a line
+`# </own>`. grpo.py has no marks. A line of it that a file lacks counts among its changes.
 
     python -m tools.maintain.marks     changed code lines of every file, and those outside its marks
 """
@@ -55,13 +55,12 @@ def marked_lines(source: str) -> set[int]:
 
 
 def changes(path: Path, base: Path) -> tuple[list[str], int]:
-    """Return the code lines changed from `base` outside the marks of either file, and the number of
-    all changed lines."""
-    source, base_source = path.read_text("utf-8"), base.read_text("utf-8")
-    lines, base_lines = code_lines(source), code_lines(base_source)
-    marks, base_marks = marked_lines(source), marked_lines(base_source)
+    """Return the code lines that are not in `base` and have no mark, and the number of all changed
+    lines."""
+    source = path.read_text("utf-8")
+    lines, marks = code_lines(source), marked_lines(source)
     texts = [text for _, text in lines]
-    base_texts = [text for _, text in base_lines]
+    base_texts = [text for _, text in code_lines(base.read_text("utf-8"))]
     matcher = difflib.SequenceMatcher(None, base_texts, texts, autojunk=False)
     loose, changed = [], 0
     for kind, a, b, c, d in matcher.get_opcodes():
@@ -71,11 +70,6 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
         for number, text in lines[c:d]:
             if number not in marks:
                 loose.append(f"{path.name}:{number}: {text}")
-        if kind != "delete":  # a replaced line has its mark in the file that replaces it
-            continue
-        for number, text in base_lines[a:b]:
-            if number not in base_marks:
-                loose.append(f"{base.name}:{number}: {text}")
     return loose, changed
 
 
