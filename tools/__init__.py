@@ -1,7 +1,7 @@
 """The programs besides training. Run them as `python -m tools.NAME`; `--help` explains each.
 
     page          a run's stored responses as an HTML page, every token coloured by its weight
-    compare       several runs in one figure and one table
+    compare       several runs in one table
     evaluate      accuracy of a model, or of a run's newest checkpoint, on any data sets
     memory        the GPU and host memory that a command needs
     explorer      an HTML page that shows what each loss does to a token
