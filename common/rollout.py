@@ -145,15 +145,11 @@ class HFEngine:
         how = {"prefixes": prefixes, "eos": self.eos.tolist(), "device": self.device}
         return Rollout.pack(prompts=prompts, **columns, **how)
 
-    @torch.inference_mode()
-    def _sample(
-        self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
-    ) -> dict[str, list]:
-        """Decode N = len(prompts)·n rows together. Returns lists of N rows: tokens, log-probs, and
-        experts and most likely tokens if they are reported."""
-        contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
+    def _prefill(self, contexts: list[list[int]], n: int, limit: int) -> tuple:
+        """Read each context once, and make n rows of it, N in all. Returns the logits `[N, V]`
+        of the next tokens, the attention mask `[N, width]`, the contexts' lengths `[N]`, the cache,
+        and the experts so far, with room for `limit` more tokens."""
         width = max(map(len, contexts))
-        rows = len(contexts) * n
         on = {"device": self.device}
         # With left padding all contexts end in the same column, so one column extends every row.
         padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], **on)  # [P, width]
@@ -173,14 +169,24 @@ class HFEngine:
             routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
-        # Each prompt was read once. Now it becomes n rows.
         cache.reorder_cache(torch.arange(len(contexts), **on).repeat_interleave(n))
-        # Without sliding windows, sdpa takes a boolean mask.
-        windows = any(type(layer) is not DynamicLayer for layer in cache.layers)
-        boolean = self.lm.config._attn_implementation == "sdpa" and not windows
         logits = logits.repeat_interleave(n, 0)  # [N, V]
         attention = attention.repeat_interleave(n, 0)  # [N, width]
         length = length.repeat_interleave(n)  # [N]
+        return logits, attention, length, cache, routed
+
+    @torch.inference_mode()
+    def _sample(
+        self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
+    ) -> dict[str, list]:
+        """Decode N = len(prompts)·n rows together. Returns lists of N rows: tokens, log-probs, and
+        experts and most likely tokens if they are reported."""
+        contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
+        logits, attention, length, cache, routed = self._prefill(contexts, n, limit)
+        rows, on = len(logits), {"device": self.device}
+        # Without sliding windows, sdpa takes a boolean mask.
+        windows = any(type(layer) is not DynamicLayer for layer in cache.layers)
+        boolean = self.lm.config._attn_implementation == "sdpa" and not windows
         position = length[:, None]  # [N, 1]
         given = torch.tensor([len(p) for p in prefixes], **on)  # [P]
         budget = limit - given.repeat_interleave(n)  # [N]
