@@ -36,7 +36,7 @@ class Trunk(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0

@@ -72,7 +72,7 @@ class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     task: str = "variants/steps.py"
     """The task, as in every file; this one's verifier gives partial rewards for the working."""
     marker: str = "#"
@@ -145,7 +145,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = token_advantages(batch)  # [n, T]
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -168,7 +168,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "advantages_apart": "|Â of the working - Â of the answer|",
     "alone": "answers without a sibling to compare with (share)",

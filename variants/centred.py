@@ -161,7 +161,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "centred": "half of Σ |c|: probability that is in another place (share)",
     "tail": "μ outside of the K most likely tokens (share)",
@@ -174,7 +174,7 @@ LOOP = """
 -    engine = make_engine(args, lm, world)
 +    engine = make_engine(args, lm, world, record_top=args.centre_top)
 
-     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+     parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 +    if not args.w_low <= 1 <= args.w_high:  # the weight where sampler and trainer agree
 +        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
 """

@@ -132,7 +132,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "budget_share": "tokens that only the prefix's budget masked (share)",
@@ -142,7 +142,7 @@ ACTED = {
 
 # The diff of dppo.py's loop
 LOOP = """
-     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+     parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 +    if args.budget_low > args.budget_high:
 +        raise BadInput(f"--budget_low {args.budget_low}: is above --budget_high {args.budget_high}")
 """

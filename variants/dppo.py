@@ -147,7 +147,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "masked_share": "tokens masked (share); with `--soft` the mean of |1 - M|",
     "weight_max": "largest weight π_θ/μ, before its cap",

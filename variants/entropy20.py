@@ -116,7 +116,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     if args.tokens == "kl_cov":  # every token is trained, without a clip
         objective = ratio * A - pull(args, logp, batch) * batch.chosen  # [n, T]
         return -(objective * mask).sum(), mask.sum()  # a mean over all tokens
@@ -141,7 +141,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "left_out": "tokens not trained (share)",
     "fork_entropy": "entropy of those trained (nats)",

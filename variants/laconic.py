@@ -111,7 +111,7 @@ class Budget:
         }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "charged": "reward paid for length, mean",
     "price": "λ, the price of length",
@@ -124,8 +124,8 @@ LOOP = """
      reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 +    budget = Budget(args, world)
 
--    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-+    # What else a checkpoint holds: each has a state_dict.
+-    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
++    # Other objects to save in a checkpoint (each has a state_dict).
 +    parts = {"engine": engine, "budget": budget}
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]

@@ -124,7 +124,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     log_ratio = log_proxy_ratio(logp, batch)  # [n, T]
@@ -146,7 +146,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
@@ -164,8 +164,8 @@ LOOP = """
 +            old = all_logprobs(policy, minibatch, args, world, readout)
 +            minibatch.old_logp, minibatch.proxy_logp = old.logp, old.statistic  # [n, T], [n, T]
 
--            # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
-+            # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
+-            # A pass without gradient: p and H of the whole mini-batch, for τ_h.
++            # A pass without gradient: π_θ of the whole mini-batch, on all ranks, for δ.
 """
 main = loop_of(stapo, globals(), LOOP)
 

@@ -112,7 +112,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "second_moment": "mean of (log π_θ/μ)² of the trust-region tokens, before the mask",

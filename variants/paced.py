@@ -181,7 +181,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return {"anchor_kl": (-args.anchor * log_ratio(logp, batch).sum(), len(logp))}
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
 
 

@@ -93,7 +93,7 @@ class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
     gamma: PositiveShare = 1.0
@@ -322,7 +322,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.token_advantages  # [n, T]: one advantage for each token
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -336,7 +336,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high, A=A)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
@@ -391,7 +391,7 @@ LOOP = """
 -                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
 -                    minibatch.put(rows, old_logp=micro.old_logp)
 
--            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+-            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
 -                means.add(**run.check_sampler(minibatches))
 
 -            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)

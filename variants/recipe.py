@@ -206,14 +206,14 @@ def counted(args: Args, kept: Tensor) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     if args.tokens == "maspo":
         objective = gates(args, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
     else:
@@ -234,7 +234,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     if args.tokens == "maspo":
@@ -254,7 +254,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "layers_acted": "how many layers acted in the step",
     "branches_used": "branches in the batch",
@@ -287,7 +287,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     # <own>
     stale = Stale(args, world)
-    # What else a checkpoint holds: each has a state_dict.
+    # Other objects to save in a checkpoint (each has a state_dict).
     parts = {"engine": engine, "stale": stale}
     if curriculum:
         parts["curriculum"] = curriculum
@@ -377,7 +377,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -407,7 +407,7 @@ def main(args: Args, world: World) -> None:
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:

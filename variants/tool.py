@@ -216,7 +216,7 @@ class Turns:
         return going
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"calls": "calls of the tool per response", "clip_share": "tokens clipped (share)"}
 
 
