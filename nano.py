@@ -29,7 +29,7 @@ def draw_problem() -> tuple[str, str]:
 
 @torch.no_grad()
 def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Return N sampled sequences `[N, S]` and a mask `[N, S-1]`, 1 where the next one is sampled."""
+    """Return N sampled sequences `[N, S]`, and a mask `[N, S-1]`: 1 if the next one is sampled."""
     padded = tokenizer(prompts, padding="max_length", max_length=S, return_tensors="pt")
     sequences = padded["input_ids"].repeat_interleave(G, dim=0)  # [N, S]: padded on the right
     ends = padded["attention_mask"].sum(dim=1).repeat_interleave(G)  # [N]: tokens so far

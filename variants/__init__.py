@@ -1,7 +1,9 @@
 """Further methods. Run one from the root of the repository: `torchrun -m variants.dapo`.
 
 A variant holds only what it changes: its header, its flags, its loss, and a diff of another file's
-loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full.
+loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full. The
+loop divides a loss's sum by its count, over all micro-batches and ranks. `ACTED` names the metrics
+that show the method at work; if the first is always 0, the run says so at its end.
 """
 
 import inspect
@@ -48,7 +50,7 @@ def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
 
     The diff has hunks of lines that begin with a blank, - or +, and an empty line between hunks.
     Each hunk must fit exactly one place (else LookupError). A name that the file does not define,
-    such as `advantages` or `policy_loss`, is taken from the base file.
+    such as `advantages`, is taken from `base`, the file whose loop this is.
     """
     for name, value in vars(base).items():
         namespace.setdefault(name, value)

@@ -3,8 +3,8 @@ r"""Baselines: what is subtracted from a reward, and what it is divided by.
 RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
 Human Feedback in LLMs", 2024, arXiv 2402.14740.
 
-The problem: an advantage compares a reward with a baseline, the reward that could be expected.
-Papers choose other baselines and other divisors, and change other things at the same time.
+The problem: an advantage compares a reward with a baseline, the expected reward. Papers differ in
+the baseline and in the divisor, but change other things at the same time.
 
 The idea: put six choices behind one flag, and leave everything else alone.
 
@@ -123,7 +123,6 @@ def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tenso
     return {"apart": (apart.sum(), apart.numel()), "idle_push": (size[idle].sum(), size.sum())}
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "apart": "distance of Â from R minus the group's mean, mean",
     "idle_push": "share of |Â| in zero-variance groups",

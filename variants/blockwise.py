@@ -38,7 +38,7 @@ Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.
 3. The default task. (With `arithmetic` the working has no reward, and nothing is learnt from it.)
-The loop is sapo.py's, which is grpo.py's without a reference model, with the diff below.
+Loop: sapo.py's, which is grpo.py's without π_ref, with the diff below.
 
 Run it:
     torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
@@ -136,7 +136,8 @@ def block_rewards(task: Task, rollout: Rollout, answers: list[str], marker: int)
 
 
 def token_advantages(batch: Rollout) -> Tensor:
-    """Return Â_k `[n, T]`: each token has the advantage of its block."""
+    """Return Â_k `[n, T]`: each token has the advantage of its block. The loop writes the working's
+    into `working_advantages [n]`, and the answer's into `advantages [n]`."""
     working, answer = batch.working_advantages[:, None], batch.advantages[:, None]  # [n, 1]
     return torch.where(batch.working > 0, working, answer)  # [n, T]
 
@@ -150,7 +151,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
+    # 1/|T_ik|: a block's mean, so three tokens of answer count as much as thirty of working.
     per_response = 0.0
     for block in (mask * batch.working, mask * (1 - batch.working)):  # [n, T]
         mean = (objective * block).sum(dim=1) / block.sum(dim=1).clamp(min=1)  # [n]
@@ -168,7 +169,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "advantages_apart": "|Â of the working - Â of the answer|",
     "alone": "answers without a sibling to compare with (share)",

@@ -35,7 +35,7 @@ has the same loss under every length limit.
 
 Base file: dppo.py. Differs from it in:
 1. The mask: position weights and a budget.
-2. Removed: KL as the divergence, IPO's two-sided mask and its square.
+2. Removed: KL as the divergence, `--two_sided`, `--soft` and `--log_square`.
 
 Run it:
     torchrun -m variants.cppo                               # laptop, 2 to 4 minutes, no download
@@ -114,9 +114,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     weight = weight.clamp(max=args.is_cap)  # [n, T]
     objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -132,7 +130,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "budget_share": "tokens that only the prefix's budget masked (share)",

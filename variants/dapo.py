@@ -178,7 +178,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, trained(args, batch), args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "extra_tokens": "tokens sampled and dropped, per token trained on",
     "reward_drawn": "reward of all sampled responses",

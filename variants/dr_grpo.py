@@ -33,7 +33,7 @@ Base file: grpo.py. Differs from it in:
 1. Advantages without std.
 2. A sum over tokens divided by the constant `--max_new_tokens`.
 3. No KL term, no reference model.
-The loop is sapo.py's, which is grpo.py's without a reference model.
+Loop: sapo.py's, which is grpo.py's without π_ref.
 
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
@@ -86,9 +86,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -96,7 +94,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 

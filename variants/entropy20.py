@@ -25,7 +25,7 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
-kept tokens nothing is biased: H depends on the place, not on the token drawn there. At a fork every
+kept tokens nothing is biased: H depends on the position, not on the token drawn there. At a fork every
 token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded tokens.
 
 KL-Cov is another rule, which chooses tokens by their effect on the entropy (Cui et al., arXiv
@@ -141,7 +141,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "left_out": "tokens not trained (share)",
     "fork_entropy": "entropy of those trained (nats)",
@@ -166,8 +165,8 @@ if __name__ == "__main__":
 # TRL (`top_entropy_quantile`) divides by all tokens, which makes the same gradient five times
 # smaller.
 #
-# An improbable token at a place of low entropy has the largest gradient of all. It is left out,
-# even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
+# An improbable token at a position of low entropy, which has the largest gradient on the logits, is
+# left out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
 # Reasoning Language Models", 2025.
 #
 # Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that

@@ -48,7 +48,7 @@ Base file: minirl.py. Differs from it in:
    none`) and routing replay.
 3. The sampler is an 8-bit copy, which makes a gap to correct. To repair a run of another file, add
    `--rollout_dtype auto`.
-The loop is dppo.py's, which is minirl.py's without routing replay, with the diff below.
+Loop: dppo.py's, which is minirl.py's without routing replay, with the diff below.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
@@ -137,9 +137,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -156,7 +154,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "corrected": "mean |C - 1|, C the correction",
     "dropped_share": "tokens dropped by it (share)",

@@ -29,7 +29,7 @@ Base file: grpo.py. Differs from it in:
 1. The mean over all tokens of the mini-batch instead of the mean of response means.
 2. ε 0.2 / 0.28.
 3. No KL term, no reference model.
-The loop is sapo.py's, which is grpo.py's without a reference model.
+Loop: sapo.py's, which is grpo.py's without π_ref.
 
 Run it:
     torchrun -m variants.justrl                             # laptop, 2 to 4 minutes, no download
@@ -77,7 +77,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 

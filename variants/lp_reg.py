@@ -38,7 +38,7 @@ Base file: justrl.py. Differs from it in:
 1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
 2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
-The loop is stapo.py's, which has this pass, with the diff below.
+Loop: stapo.py's, which has this pass, with the diff below.
 
 Run it:
     torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
@@ -146,7 +146,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",

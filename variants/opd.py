@@ -143,7 +143,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}
 
 

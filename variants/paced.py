@@ -6,7 +6,7 @@ RLVR", 2026, arXiv 2602.12642.
 The problem: a curriculum should choose prompts that the model solves half the time (goldilocks.py
 says why), but how hard a prompt is has to be predicted by a model of its own.
 
-The idea: take a loss that needs this number anyway. Max E[R] - β KL(π_θ ‖ π_old) has one answer,
+The idea: take a loss that needs this number anyway. E[R] - β KL(π_θ ‖ π_old) has one maximum,
 π* = π_old exp(R/β) / Z: every response at its old probability times exp(R/β). Trajectory balance
 asks each single response to agree with that. For this it needs Z, the partition function of the
 prompt, and Z says how hard the prompt is.
@@ -181,7 +181,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return {"anchor_kl": (-args.anchor * log_ratio(logp, batch).sum(), len(logp))}
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
 
 

@@ -3,8 +3,8 @@ r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
 
-The problem: a policy gradient has to compare what came with what could be expected, if possible
-after each token. GRPO's group says only what to expect of a whole response.
+The problem: a policy gradient has to compare the reward that came with the expected one, if possible
+after each token. GRPO's group only says what to expect of a whole response.
 
 The idea: train a second model, the critic, to predict the reward that is still to come after each
 token. A token's advantage is how much better things look after it than before it.
@@ -133,7 +133,7 @@ def advantages(
     """Return GAE's advantages Â (arXiv 1506.02438) and the critic's targets Â + V: two `[N, T]`.
 
     `rewards`, `values` and `mask` are `[N, T]`; `lam` is one number, or `[N]`, one for each row.
-    Places with mask 0 are no steps: after a response, or in text that the policy did not write.
+    Positions with mask 0, after a response or in text of others, are not steps of the policy.
     """
     A = torch.zeros_like(values)  # [N, T]
     ahead = values.new_zeros(len(values))  # [N]: Â of the next token
@@ -336,7 +336,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high, A=A)
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
@@ -421,7 +420,7 @@ if __name__ == "__main__":
 #    over tokens. Its critic reads the answer in a template of its own, in some runs a solution
 #    instead.
 #
-# SP3O's places are from its sp3o.py (Dodojordi/SP3O 8b8b26e). BPCO's λ and targets are from its
+# SP3O's positions are from its sp3o.py (Dodojordi/SP3O 8b8b26e). BPCO's λ and targets are from its
 # core_algos.py (QPHutu/golden_critic), and V is its equation 9 as while-ai's tests state it.
 #
 # PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in its listing

@@ -3,7 +3,7 @@ r"""The recipe: five layers that work together, each with a flag.
 Parts of six papers (their files say which), on the base of He et al., "JustRL: Scaling a 1.5B LLM
 with a Simple RL Recipe", 2025, arXiv 2512.16649.
 
-The problem: the methods of this repository change different places of a step. Their papers test
+The problem: the methods of this repository change different parts of a step. Their papers test
 each one alone, so we do not know what they do together.
 
 The idea: build one loop in which each of them is a layer that a flag switches off.
@@ -20,7 +20,7 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     min(w, 8) I M r Â    or    min(w, 8) F r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-π_old are the weights when the batch is due, μ the weights that sampled it. b is vcpo.py's baseline,
+π_old is the policy when the batch is due, μ the policy that sampled it. b is vcpo.py's baseline,
 or the mean. T_main and T_branch count the tokens with I = 1. sg[x] is x without gradient. These
 are the layers:
 
@@ -41,9 +41,9 @@ quantile is over main rows and branches. The w of a branch is computed from its 
 its prefix. Only groups of main rows use b; a branch is compared with the plain mean of its
 siblings.
 
-Differs from grpo.py in:
+Base file: grpo.py. Differs from it in:
 1. The five layers; no KL term, no reference model.
-The whole loop is in this file.
+Loop: its own, in full in this file.
 
 Run it:
     torchrun -m variants.recipe                             # laptop, some minutes, no download
@@ -94,7 +94,7 @@ class Args(justrl.Args):  # <own>
     tau_p: Share = 0.002  # <own>
     """stapo: a token below this probability may be spurious (paper)."""
     entropy_rule: Literal["all", "candidates"] = "all"  # <own>
-    """stapo: whose entropies τ_h is a quantile of (see stapo.py)."""
+    """stapo: tokens over which the quantile τ_h is taken (see stapo.py)."""
     entropy_quantile: Share = 0.8  # <own>
     """stapo, all: the quantile (paper, versions 1 to 3)."""
     candidate_quantile: Share = 0.75  # <own>
@@ -135,11 +135,11 @@ class Args(justrl.Args):  # <own>
     """Layer 5, k: batches trained between sampling a batch and training on it; 0: none (our choice;
     with four mini-batches this is eight updates, as in vcpo.py)."""
     is_cap: Positive = 8.0  # <own>
-    """Largest weight of a response in the loss (paper); ESS uses the uncut weights."""
+    """Cap of a response's importance weight in the loss (paper); ESS uses the uncapped weights."""
     ess_scaling: bool = True  # <own>
-    """With a lag: lower the learning rate by the square root of the effective sample size."""
+    """With a lag: multiply the learning rate by sqrt(ρ/ρ_on), if ρ, the ESS ratio, is below ρ_on."""
     rho_on: Positive = 1.0  # <own>
-    """ESS ratio from which the learning rate has its full value (paper: 1)."""
+    """ρ_on: ESS ratio from which the learning rate has its full value (paper: 1)."""
     optimal_baseline: bool = True  # <own>
     """With a lag: subtract b (see vcpo.py); False: the group's mean."""
 

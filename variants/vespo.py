@@ -102,7 +102,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "reshaped": "mean |φ - 1|, φ the weight of a response",
     "weight_max": "largest W, before φ",
