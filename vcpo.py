@@ -48,7 +48,7 @@ Differs from grpo.py in:
 
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
-    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
+    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cap at 8
     # one H100 (80 GB)
     torchrun vcpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
@@ -373,4 +373,4 @@ if __name__ == "__main__":
 # Formulas and constants are those of the authors' code (github mit-han-lab/vcpo c7f030f, 2 March
 # 2026), with whose results checks/vcpo.py compares; std and 1/|y| are from the authors' scripts. We
 # read only the paper's abstract (version 2, same day) and quotations of sections 3.2, 3.3, 3.5 and
-# appendix E.2 (w²|g|² in b, the square root, ESS of uncut weights, the cap at 8).
+# appendix E.2 (w²|g|² in b, the square root, ESS of uncapped weights, the cap at 8).

@@ -41,7 +41,7 @@ import sys
 
 if os.name == "nt":  # Windows lacks the file locks, signals and memory limits that we use
     sys.exit("error: runs on Linux and macOS; on Windows use WSL")
-# Import this package before torch, because OpenMP reads OMP_WAIT_POLICY once, when torch loads. When
+# Import this package before torch, because OpenMP reads OMP_WAIT_POLICY once, when torch loads. If
 # "passive", idle threads sleep instead of spinning, which matters on busy cores (three steps of
 # grpo.py took at most 3.8 s instead of 21 s). OMP_WAIT_POLICY=active undoes it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -50,7 +50,7 @@ class Policy(nn.Module):
         replay: Tensor | None = None,
         others: Tensor | None = None,
     ) -> Pair:
-        """Return log π and statistic, two `[M]`, of the token after each of the M positions at which
+        """Return log π and statistic, two `[M]`, of the token after each of the M positions where
         `predicts [n, S]` is True.
 
         `sequences [n, S]` are right-padded. Causal attention then lets no real token see a pad, so

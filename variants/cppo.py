@@ -16,7 +16,7 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), c)] Â log π_θ(y_t) ]
     M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and w_t D_t > δ_t, else 1
     D_t = |π_θ - μ|,     w_t = 1 - (1 - w_min) (t-1)/(T-1)
-    δ_t = min(δ, δ + Σ_{s<t} (b w_s - w_s D_s)),     b = P90 of the response's D, but 0.02 to 0.04
+    δ_t = min(δ, δ + Σ_{s<t} (b w_s - w_s D_s)),     b = P90 of the response's D, in [0.02, 0.04]
 
 sg[x] is x without gradient, c a cap, T the length of the response.
 

@@ -3,10 +3,10 @@ r"""DPPO: Divergence Proximal Policy Optimization.
 Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2602.04879.
 
-The problem: a trust region should bound the distance between two distributions, but the ratio of the
-sampled token measures it badly. From 0.001 to 0.0013 the ratio is 1.3 and a clip at 1.28 removes the
-token, although only 0.0003 of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and the
-token passes, although a fifth has moved. So a bound on ratios restrains rare tokens most.
+The problem: a trust region should bound the distance between two distributions, but the ratio of
+the sampled token measures it badly. From 0.001 to 0.0013 the ratio is 1.3 and a clip at 1.28 acts,
+although only 0.0003 of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and it does
+not, although a fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
 
 The idea: bound the divergence D of a distribution with two outcomes, this token and any other (a
 coin), which needs only the sampled token's log-probs. Merging outcomes never adds to a divergence,

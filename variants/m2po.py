@@ -15,7 +15,7 @@ Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / �
     J = 1/(Σ_i |y_i|) Σ_i Σ_t M_t w Â_i
     Â_i = (R_i - mean R) / std R
     T = tokens with (Â > 0 and w > 1) or (Â < 0 and w < 1)
-    M_t = 0 for the fewest of T, of largest (log w)², that leave a mean in T of at most τ; else 1
+    M_t = 0 on the largest (log w)² in T, as few as bring the mean of the rest to τ; else 1
 
 μ are the probabilities with which the tokens were sampled, however old the sampler's weights are.
 
