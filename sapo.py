@@ -248,7 +248,7 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Model, data and the run's size. The paper's setting: Qwen3-30B-A3B after a cold start, and four
-#    mini-batches per rollout, which is also the default here.
+# 1. Model, data and the run's size. The paper's setting, by summaries: Qwen3-30B-A3B after a cold
+#    start, and four mini-batches per rollout, which is also the default here.
 # 2. AdamW's betas, warm-up, gradient clip, group size and the 1e-6 beside std are ours (not known).
 # 3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.

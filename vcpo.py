@@ -146,7 +146,8 @@ def truncated(args: Args, log_w: Tensor) -> Tensor:
 
 
 def ess_ratio(log_w: Tensor) -> Tensor:
-    """Return ρ = ESS/B = (Σ w)² / (B Σ w²) from log w `[B]`. It is always finite."""
+    """Return ρ = ESS/B = (Σ w)² / (B Σ w²) from log w `[B]`. It is always finite. It is 1 if all w
+    are equal, however small, and it cannot see what μ never samples."""
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
@@ -366,9 +367,8 @@ if __name__ == "__main__":
 # The paper's setting on MATH (authors' scripts): 32 prompts with 16 responses each, one step per
 # batch, up to 2,048 tokens, lr 1e-6. On GSM8K: 8 prompts with 8 responses each.
 #
-# The 40 tasks of the header are random and small enough to enumerate all answers. The loss is the
-# one above, which the released code has, too. On-policy, b's variance was a fifth above the least
-# possible one (median).
+# The header's 40 tasks are random, with all answers enumerated. The loss, min(w, 8) g/|y|, is that
+# of the released code, too. On-policy, b's variance was a fifth above the least possible (median).
 #
 # Formulas and constants are those of the authors' code (github mit-han-lab/vcpo c7f030f, 2 March
 # 2026), with whose results checks/vcpo.py compares; std and 1/|y| are from the authors' scripts. We

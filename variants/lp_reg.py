@@ -36,7 +36,7 @@ lower bound (ε_low = 1), so only the regulariser acts.
 
 Base file: justrl.py. Differs from it in:
 1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
-2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
+2. ε_low = 1, ε_high = 9: in effect r <= 10 if Â > 0, and no bound if Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
 Loop: stapo.py's, which has this pass, with the diff below.
 

@@ -21,7 +21,7 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
 
-All squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this is 1 + p
+All squares are 0 only if π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this Z is 1 + p
 (exp(1/β) - 1), where p is the probability of a right answer. So log Z has to be learned together
 with π_θ.
 

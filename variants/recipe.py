@@ -390,7 +390,7 @@ def main(args: Args, world: World) -> None:
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
-                # With a count of 0 nothing is logged.
+                # Without --ess_scaling the count of lr_damping is 0, so it is not logged.
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)

@@ -56,13 +56,13 @@ from variants import justrl, loop_of, Trunk
 @dataclass
 class Args(Trunk):
     k_pos: Exponent = 2.0
-    """k where Â >= 0 (authors' code)."""
+    """k if Â >= 0 (authors' code)."""
     lambda_pos: Exponent = 3.0
-    """λ where Â >= 0: φ is largest at W = k / λ (authors' code)."""
+    """λ if Â >= 0: φ is largest at W = k / λ (authors' code)."""
     k_neg: Exponent = 3.0
-    """k where Â < 0 (authors' code)."""
+    """k if Â < 0 (authors' code)."""
     lambda_neg: Exponent = 2.0
-    """λ where Â < 0 (authors' code)."""
+    """λ if Â < 0 (authors' code)."""
 
 
 def log_weight(logp: Tensor, batch: Rollout) -> Tensor:
