@@ -1,8 +1,8 @@
 """Further methods. Run one from the root of the repository: `torchrun -m variants.dapo`.
 
 A variant holds only what it changes: its header, its flags, its loss, and a diff of another file's
-loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full. The
-loop divides a loss's sum by its count, over all micro-batches and ranks. `ACTED` names the metrics
+loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full.
+The loop divides a loss's sum by its count, over all micro-batches and ranks. `ACTED` names metrics
 that show the method at work; if the first is always 0, the run says so at its end.
 """
 

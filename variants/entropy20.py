@@ -25,8 +25,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
-kept tokens nothing is biased: H depends on the position, not on the token drawn there. At a fork every
-token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded tokens.
+kept tokens nothing is biased: H depends on the position, not on the token drawn there. At a fork
+every token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones.
 
 KL-Cov is another rule, which chooses tokens by their effect on the entropy (Cui et al., arXiv
 2505.22617). To first order, a step lowers the entropy by the covariance of log π_θ and Â, and a few
@@ -165,8 +165,8 @@ if __name__ == "__main__":
 # TRL (`top_entropy_quantile`) divides by all tokens, which makes the same gradient five times
 # smaller.
 #
-# An improbable token at a position of low entropy, which has the largest gradient on the logits, is
-# left out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
+# An improbable token at a position of low entropy has the largest gradient on the logits. It is left
+# out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
 # Reasoning Language Models", 2025.
 #
 # Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that

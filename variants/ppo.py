@@ -3,8 +3,8 @@ r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
 
-The problem: a policy gradient has to compare the reward that came with the expected one, if possible
-after each token. GRPO's group only says what to expect of a whole response.
+The problem: a policy gradient has to compare the reward that came with the expected reward, if
+possible after each token. GRPO's group only says what to expect of a whole response.
 
 The idea: train a second model, the critic, to predict the reward that is still to come after each
 token. A token's advantage is how much better things look after it than before it.

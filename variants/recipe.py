@@ -137,7 +137,7 @@ class Args(justrl.Args):  # <own>
     is_cap: Positive = 8.0  # <own>
     """Cap of a response's importance weight in the loss (paper); ESS uses the uncapped weights."""
     ess_scaling: bool = True  # <own>
-    """With a lag: multiply the learning rate by sqrt(ρ/ρ_on), if ρ, the ESS ratio, is below ρ_on."""
+    """With a lag: multiply the learning rate by sqrt(ρ/ρ_on), if the ESS ratio ρ is below ρ_on."""
     rho_on: Positive = 1.0  # <own>
     """ρ_on: ESS ratio from which the learning rate has its full value (paper: 1)."""
     optimal_baseline: bool = True  # <own>
