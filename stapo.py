@@ -249,7 +249,7 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             first = minibatch is minibatches[0]
             # <own>
-            # A pass without gradient: p and H of the whole mini-batch, for τ_h.
+            # A pass over every mini-batch, the first too, without gradient: p and H, for τ_h.
             now = all_logprobs(policy, minibatch, args, world, entropies)
             minibatch.logp, minibatch.entropy = now.logp, now.statistic  # [m, T], [m, T]
             choose_tokens(args, minibatch, world)

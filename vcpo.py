@@ -41,8 +41,8 @@ the batch's gradient is never formed (common/scale/norms.py has other kinds of l
 Differs from grpo.py in:
 1. A queue. The first k steps only fill it. In the next k steps the trained batch gets older, from 0
    to k batches; then its age is constant. This is asynchronous training without the speed-up.
-2. No π_old, no ratio clip, no KL term: each response has one weight, against the sampler's
-   log-probs.
+2. No π_old, no ratio clip, no KL term: each response has one importance weight, against the
+   sampler's log-probs.
 3. The baseline and the learning rate, as above; one optimiser step per batch.
 4. One more forward and backward pass before each update, for the norms.
 

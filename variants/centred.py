@@ -30,8 +30,8 @@ the sampler's it is not, and the update at a prefix has two parts (here with w =
     E_μ[A ∇ log π_θ]  =  E_μ[A] E_μ[∇ log π_θ]  +  Cov_μ(A, ∇ log π_θ)
                          (drift)                   (what was learnt from rewards)
 
-The drift moves π_θ to μ if the prefix is promising (E_μ[A] > 0), and away from μ if it is not. The
-group's mean does not remove it, because it makes the mean of A zero over a prompt, not at each
+The drift moves π_θ towards μ if the prefix is promising (E_μ[A] > 0), and away from μ if it is not.
+The group's mean does not remove it, because it makes the mean of A zero over a prompt, not at each
 prefix. The centred estimate subtracts the mean score, so only the covariance remains.
 
 The mean needs μ of all tokens, but an engine reports only K of them. Outside these K (the tail) μ

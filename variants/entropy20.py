@@ -165,9 +165,9 @@ if __name__ == "__main__":
 # TRL (`top_entropy_quantile`) divides by all tokens, which makes the same gradient five times
 # smaller.
 #
-# An improbable token at a position of low entropy has the largest gradient on the logits. It is left
-# out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
-# Reasoning Language Models", 2025.
+# An improbable token at a position of low entropy has the largest gradient on the logits. Here it
+# is left out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement
+# Learning for Reasoning Language Models", 2025.
 #
 # Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that
 # factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's code.

@@ -28,7 +28,7 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 The second term is 0 at π_proxy and pulls up below it, more strongly the further a token has fallen.
 With nothing filtered out, Â = -1 and β = 1, the weight is -r + 1/r - 1, which is 0 at r = 0.62. So
 such a token, left alone, falls to three fifths within a rollout and no further. On-policy the term
-is small: at r = 1 it is the filtered probability over the rest.
+is small: at r = 1 it is f/(1-f), where f is the probability that was filtered out.
 
 How does this differ from a clip? PPO's clip would end the fall at 0.8, but it only stops pushing,
 so other tokens can still drag a token down. The regulariser pulls it back. The authors' clip has no
@@ -163,8 +163,8 @@ LOOP = """
 +            old = all_logprobs(policy, minibatch, args, world, readout)
 +            minibatch.old_logp, minibatch.proxy_logp = old.logp, old.statistic  # [n, T], [n, T]
 
--            # A pass without gradient: p and H of the whole mini-batch, for τ_h.
-+            # A pass without gradient: π_θ of the whole mini-batch, on all ranks, for δ.
+-            # A pass over every mini-batch, the first too, without gradient: p and H, for τ_h.
++            # A pass over every mini-batch, on all ranks, without gradient: π_θ, for δ.
 """
 main = loop_of(stapo, globals(), LOOP)
 
@@ -183,6 +183,6 @@ if __name__ == "__main__":
 # 4. ρ is 0.05 here; the paper has 0.01 at 14B and 0.005 at 32B. A mini-batch here has a few hundred
 #    negative-advantage tokens, so 0.01 of them are two to five tokens, most of them noise by κ.
 # 5. The authors' README shows on-policy runs, with one optimiser step per rollout (the header's
-#    second command). There r = 1, and the term is only the filtered probability over the rest.
+#    second command). There r = 1, and the term is only f/(1-f), as in the header.
 #
 # Loss, proxy, constants and sizes are from the authors' code; the paper's formula is second hand.

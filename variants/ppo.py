@@ -133,7 +133,7 @@ def advantages(
     """Return GAE's advantages Â (arXiv 1506.02438) and the critic's targets Â + V: two `[N, T]`.
 
     `rewards`, `values` and `mask` are `[N, T]`; `lam` is one number, or `[N]`, one for each row.
-    Positions with mask 0, after a response or in text of others, are not steps of the policy.
+    Positions with mask 0 (padding, or text that the policy did not write) are not steps.
     """
     A = torch.zeros_like(values)  # [N, T]
     ahead = values.new_zeros(len(values))  # [N]: Â of the next token
