@@ -102,8 +102,8 @@ SP3O[27] = [8, 16, 23]
 
 
 def check_anchors(module: ModuleType) -> None:
-    """The places of a response are those of SP3O's own function (8b8b26e), by its length. A gap is
-    never a place."""
+    """The anchors of a response are those of SP3O's own function (8b8b26e), by its length. A gap is
+    never an anchor."""
     mask = (torch.arange(27) < torch.tensor(list(SP3O))[:, None]).double()
     for row, places in zip(module.anchors(mask), SP3O.values()):
         near(row.nonzero()[:, 0], places, f"the places of {len(places)} anchors")

@@ -16,7 +16,7 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), c)] Â log π_θ(y_t) ]
     M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and w_t D_t > δ_t, else 1
     D_t = |π_θ - μ|,     w_t = 1 - (1 - w_min) (t-1)/(T-1)
-    δ_t = min(δ, δ + Σ_{s<t} (b w_s - w_s D_s)),     b = P90 of the response's D, but 0.02 to 0.04
+    δ_t = min(δ, δ + Σ_{s<t} (b w_s - w_s D_s)),     b = P90 of the response's D, in [0.02, 0.04]
 
 sg[x] is x without gradient, c a cap, T the length of the response.
 
@@ -35,7 +35,7 @@ has the same loss under every length limit.
 
 Base file: dppo.py. Differs from it in:
 1. The mask: position weights and a budget.
-2. Removed: KL as the divergence, IPO's two-sided mask and its square.
+2. Removed: KL as the divergence, `--two_sided`, `--soft` and `--log_square`.
 
 Run it:
     torchrun -m variants.cppo                               # laptop, 2 to 4 minutes, no download
@@ -114,9 +114,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     weight = weight.clamp(max=args.is_cap)  # [n, T]
     objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -132,7 +130,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "budget_share": "tokens that only the prefix's budget masked (share)",
@@ -142,7 +139,7 @@ ACTED = {
 
 # The diff of dppo.py's loop
 LOOP = """
-     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+     parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 +    if args.budget_low > args.budget_high:
 +        raise BadInput(f"--budget_low {args.budget_low}: is above --budget_high {args.budget_high}")
 """

@@ -15,7 +15,7 @@ Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / �
     J = 1/(Σ_i |y_i|) Σ_i Σ_t M_t w Â_i
     Â_i = (R_i - mean R) / std R
     T = tokens with (Â > 0 and w > 1) or (Â < 0 and w < 1)
-    M_t = 0 for the fewest of T, of largest (log w)², that leave a mean in T of at most τ; else 1
+    M_t = 0 on the largest (log w)² in T, as few as bring the mean of the rest to τ; else 1
 
 μ are the probabilities with which the tokens were sampled, however old the sampler's weights are.
 
@@ -34,7 +34,7 @@ Base file: justrl.py. Differs from it in:
 1. The mask of the mini-batch's second moment instead of min and clip.
 2. w against the sampler instead of r against π_old. One ratio corrects for the sampler's numerics
    and for staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.
-The loop is stapo.py's, which has one more forward pass per mini-batch, for the mask.
+Loop: stapo.py's, which has one more forward pass per mini-batch, here for the mask.
 
 Run it:
     torchrun -m variants.m2po                               # laptop, 2 to 4 minutes, no download
@@ -112,7 +112,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "second_moment": "mean of (log π_θ/μ)² of the trust-region tokens, before the mask",
