@@ -8,9 +8,10 @@ response is often right up to some point.
 
 The idea: cut a failed response at one of its own states, the pivot, and sample K new endings there.
 All K start from one state, so comparing them may say more than comparing responses that share only
-the prompt. The pivot should be deep enough to be new (d^γ) and early enough to be saved (σ). σ is a
-logistic regression of "some branch succeeded" on the depth d, and it is fitted during training. In
-our runs branches are right less often than new responses (docs/claims.md).
+the prompt. The pivot should be deep enough to lead to something new (the factor d^γ) and early
+enough to be saved (the factor σ). σ is a logistic regression of "some branch succeeded" on the
+depth d, fitted during training. In our runs branches are right less often than new responses
+(docs/claims.md).
 
 Objective, token-means over main responses and over branches, with r = π_θ(y_t) / π_old(y_t):
 
@@ -27,10 +28,9 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     main: M r Â + k,  branch: λ M r Â + k,  its prefix: 0;    k: grpo.py's β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-i = 0 is the bare prompt, the root. It can be drawn, and a response with a single segment has no
-other place to cut. Its K "branches" are then K more answers from the start. At first the embedded
-model mostly guesses, without a segment to cut at, so most branches are of this kind. Metrics named
-`_root` count them separately.
+i = 0 is the bare prompt, the root. It can be drawn, and a response of one segment has no other cut.
+Its K "branches" are then K more answers from the start. At first the embedded model mostly guesses
+in one segment, so most branches are of this kind. Metrics named `_root` count them separately.
 
 Differs from grpo.py in:
 1. The branches. They are sampled after the rewards, from all failed responses at once, and join the
@@ -96,7 +96,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -104,7 +104,7 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     # <own>
     beta: NonNegative = 1e-4
     """β of the KL term; 0 loads no reference model (paper)."""
@@ -123,8 +123,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     return centred  # <own>
@@ -253,9 +253,8 @@ class Branches:
 
 
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
-    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
-    at first (docs/questions.md, question 13)."""
+    """Return k3 `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to the first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -267,16 +266,16 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     branch = batch.branch  # [n]: 0 on main rows, on branches T_main / T_branch of the mini-batch
     main = branch == 0  # [n]
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -292,7 +291,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
@@ -302,7 +301,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "branches_used": "branches in the batch",
     "groups_rescued": "failed groups saved by a branch (share)",
@@ -321,7 +320,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    # What else a checkpoint holds: each has a state_dict.
+    # Other objects to save in a checkpoint (each has a state_dict).
     parts = {"engine": engine, "branches": branches}  # <own>
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
@@ -378,14 +377,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -400,7 +399,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:

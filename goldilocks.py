@@ -3,8 +3,9 @@ r"""Goldilocks RL: a teacher that picks prompts which are neither too easy nor t
 Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse
 Rewards for Reasoning", 2026, arXiv 2602.14868.
 
-The problem: a prompt that the student always or never solves gives no gradient, and its samples are
-wasted. In a large data set no prompt comes back soon, so its difficulty cannot be looked up.
+The problem: a prompt that the student always or never solves gives no gradient but that of a KL
+term, so its samples are wasted. In a large data set no prompt comes back soon, so its difficulty
+cannot be looked up.
 
 The idea: a teacher f, a second language model, predicts from a prompt's text alone how much it can
 teach, even if it was never tried. K candidates are drawn for each slot of the batch. The one with
@@ -18,8 +19,9 @@ Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K 
     q = argmax f over K candidates,     f(q) = 1/2 σ(u · mean_t h_t(q) + v)
     f is fitted to sqrt(p̂ (1-p̂)),     p̂ the share of right answers in q's own group
 
-h_t are the teacher's last hidden states; it is trained with squared error. R_i is the reward of
-y_i, r = π_θ(y_t)/π_old(y_t) the ratio of a token, and k3 the KL term to π_ref, all as in grpo.py.
+h_t are the teacher's last hidden states, u and v its output's parameters, and σ is the logistic
+function. The fit minimises the squared error. The reward R_i of y_i, r = π_θ(y_t)/π_old(y_t), and
+k3, the KL term to π_ref, are as in grpo.py.
 
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
@@ -97,7 +99,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -105,10 +107,10 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     # <own>
     beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
+    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04; R1: 0.001)."""
     kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     candidates: Count = 16
@@ -128,12 +130,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -269,9 +271,8 @@ class Curriculum:
 
 
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
-    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
-    at first (docs/questions.md, question 13)."""
+    """Return k3 `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to the first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -283,14 +284,14 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -305,7 +306,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
@@ -314,7 +315,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     # </own>
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
@@ -330,7 +331,7 @@ def main(args: Args, world: World) -> None:
     both = torch.nn.ModuleList([policy, curriculum.teacher])  # <own>
     optimizers = [optimizer, curriculum.optimizer]  # <own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    # What else a checkpoint holds: each has a state_dict.
+    # Other objects to save in a checkpoint (each has a state_dict).
     parts = {"engine": engine, "curriculum": curriculum}  # <own>
     done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
@@ -383,14 +384,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -405,7 +406,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
@@ -424,7 +425,6 @@ if __name__ == "__main__":
 #    draws 64 x 16 candidates per step from MATH's 7,500, so prompts come back after seven steps.
 # 4. f averages the last hidden states and has a bias; summaries say only w · MeanPool(Embed(q)).
 #
-# We read only the abstract and the start of the introduction (version 2, 8 May 2026). f, its
-# target, the choice, the sliding window, the 2 of 8 GPUs and the gradient law are from two
-# summaries of version 1 (16 February 2026). Neither has f's bias v, K, η, the window's size,
-# learning rates or the std. The std here (sample, + 1e-6) is GRPO's usual one.
+# We read only the abstract and the start of the introduction (version 2, 8 May 2026). What else we
+# say of the paper is from two summaries of version 1 (16 February 2026). They have no bias v, K, η,
+# window's size, learning rates or std. The std here (sample, + 1e-6) is GRPO's usual one.

@@ -3,37 +3,37 @@ r"""GRPO: Group Relative Policy Optimization.
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
 2024, arXiv 2402.03300.
 
-The problem: a policy gradient has to compare the reward of a response with the reward that could be
-expected. PPO predicts it with a second model, the value network, which must be trained, too.
+The problem: a policy gradient has to compare the reward of a response with the expected reward.
+PPO predicts it with a second model, the value network, which also has to be trained.
 
 The idea: sample a group of responses to each prompt, and compare each reward with the mean of the
 group. Responses above the mean become more likely, responses below it less likely, and no value
-network is needed. Two parts of the objective limit how far the policy moves. The clip removes the
-gradient of a token that has already become likely enough in a good response, or unlikely enough in
-a bad one. The KL term keeps the policy near the model before training, so that it does not forget
-what it could do before.
+network is needed. Two parts of the objective restrain the policy. The clip removes the gradient of
+a token that has already become likely enough in a good response, or unlikely enough in a bad one.
+It is no hard limit: one step can carry a token far beyond it. The KL term keeps the policy near the
+model before training, so that it does not forget what it could do before.
 
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
     Â_i = (R_i - mean R) / std R
-    k3 = π_ref/π_θ - log(π_ref/π_θ) - 1   (never negative; its mean over samples of π_θ is the KL)
+    k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (never negative; its mean under π_θ is KL(π_θ ‖ π_ref))
 
-R_i is the reward of y_i, |y_i| its number of tokens, and Â_i its advantage, the same for all its
-tokens. π_θ is the policy being trained, π_old the policy that generated the responses, and π_ref
-the model before training. r, the importance ratio, tells how far a token has moved since sampling.
+R_i is the reward of y_i, |y_i| its length in tokens, Â_i the advantage of each of them. π_θ is the
+policy being trained, π_old the policy that sampled, π_ref the model before training. π(y_t) means
+π(y_t | prompt, y_<t). r is the importance ratio, ε the clip's width, β the KL term's weight.
 
-Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
+Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|; M is the clip's mask:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-This is the base file. The other eight repeat it, except for the lines marked `# <own>`. How it
-differs from the paper stands at the end of each file.
+This is the base file. The eight other algorithm files in this folder repeat it, except for lines
+marked `# <own>`. The end of each file lists how it differs from its paper.
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
-    # one H100 (80 GB); a minute a step with weights of this shape (docs/gpu.md)
+    # one H100 (80 GB): a minute a step, measured with random weights of this shape (docs/gpu.md)
     torchrun grpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --minibatches 1 --micro_tokens 8192 --save_every 10 \
         --vllm_sleep --vllm_memory 0.55
@@ -83,7 +83,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -91,28 +91,27 @@ class Args(Flags):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
+    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04; R1: 0.001)."""
     kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
-    """Return the KL term `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient*
-    belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to KL(π_θ ‖ π_ref). You may skip this
-    at first (docs/questions.md, question 13)."""
+    """Return k3 `[n, T]`. Its *value* estimates KL(π_θ ‖ π_ref), but its *gradient* belongs to
+    KL(π_ref ‖ π_θ). With `--kl_ratio` both belong to the first (docs/questions.md, question 13)."""
     log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
     kl = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
     if args.kl_ratio:
@@ -123,13 +122,13 @@ def k3(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -143,14 +142,15 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     stats = clip_shares(logp, batch, args.clip_low, args.clip_high)
     if args.beta > 0:
         stats["ref_kl"] = (k3(args, logp, batch) * batch.mask).sum(), batch.mask.sum()
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end. (With
+# `--minibatches 1` it must be: r is 1, and the clip cannot act. The group's baseline still does.)
 ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}
 
 
@@ -163,7 +163,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
@@ -212,14 +212,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -234,7 +234,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The paper does not state ε. 0.2 is PPO's value, and customary.
+# 1. The paper does not state ε. 0.2 is PPO's value and the usual choice.
 # 2. std is the sample standard deviation plus 1e-6, as in verl. It divides by G-1, like TRL; the
 #    paper does not say. Dividing by G would make every advantage sqrt(G/(G-1)) times larger (7% at
 #    G = 8). AdamW cancels such a constant factor, except through `--grad_clip`, its epsilon and the
@@ -255,12 +255,12 @@ if __name__ == "__main__":
 #    learn its task.
 # 4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes
 #    one. With one step, r is always 1 and the clip never acts.
-# 5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With
-#    Â = -1 and r = 50 its weight is -50, as much as that of 50 tokens at r = 1. Some frameworks
-#    bound r at 3 for these tokens (a dual clip).
-# 6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
+# 5. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
 #    step is skipped.
 #
+# As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With Â = -1
+# and r = 50 its weight is -50, as much as that of 50 tokens at r = 1. Some frameworks bound r at 3
+# for these tokens (a dual clip).
 # DeepSeek-R1 was trained with GRPO in another setting: ε = 10, β = 0.001, a learning rate of 3e-6,
 # 16 mini-batches from one rollout of 8,192 responses, and a new π_ref every 400 steps. Its printed
 # objective has one ratio for the whole response, where DeepSeekMath has one for each token.

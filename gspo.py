@@ -5,13 +5,13 @@ Zheng et al. (Qwen team), "Group Sequence Policy Optimization",
 
 The problem: GRPO rewards a whole response, but corrects for old samples with one ratio per token.
 Each token ratio is a single sample of an importance weight. So, the paper argues, it adds noise,
-and more of it in longer responses and in mixtures of experts.
+and more of it in longer responses and in mixtures of experts. (An objection to this argument is in
+docs/questions-more.md, question 38.)
 
 The idea: a response has one reward, so it gets one ratio, too. s_i is the geometric mean of its
-token ratios. The mean makes s_i so steady that its clip is some 600 times narrower than GRPO's. The
-clip removes whole responses, and so many more tokens than GRPO's. In the paper GSPO still learns
-faster; here it needs more tokens (docs/claims.md). Question 38 of docs/questions-more.md has the
-objection to the paper's argument.
+token ratios. The mean makes s_i so steady that its clip is about 600 times narrower than GRPO's.
+The clip drops whole responses, and so many more tokens than GRPO's does. In the paper GSPO still
+learns faster than GRPO; here it needs more tokens (docs/claims.md).
 
 Objective, for G responses y_i to one prompt, with one ratio s_i for each response:
 
@@ -20,7 +20,8 @@ Objective, for G responses y_i to one prompt, with one ratio s_i for each respon
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
 R_i is the reward of y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy being
-trained, π_old the policy that generated the responses.
+trained, π_old the policy that generated the responses. ε_low and ε_high are the widths of the clip,
+which the paper sets to 3e-4 and 4e-4 (section 5.1).
 
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
@@ -29,9 +30,8 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
-2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by
-   about 1e-2. In the mean over a thousand tokens this noise shrinks to about ε. Over a hundred
-   tokens it is three times as large. So train short responses with `--dtype float32`.
+2. ε is tiny. Bfloat16's error of about 1e-2 in a log-prob shrinks to about ε in a mean over a
+   thousand tokens, but to 3 ε over a hundred: train short responses with `--dtype float32`.
 3. No KL term, no reference model.
 
 Run it:
@@ -84,7 +84,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -99,12 +99,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -121,9 +121,9 @@ def sequence_ratio(logp: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
@@ -139,7 +139,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     A_i = batch.advantages  # [n]
@@ -163,7 +163,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "clip_share": "responses clipped (share)",
     "token_clip_share": "tokens that GRPO would clip (share)",
@@ -179,7 +179,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
@@ -225,14 +225,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -247,7 +247,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:

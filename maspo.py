@@ -10,25 +10,25 @@ mass; at 0.9 it is impossible. So one ε for both restrains rare tokens too much
 The idea: change three things in the clip. First, a soft gate F lowers the gradient of a token that
 GRPO clips, but does not remove it. Second, the gate's width σ grows as π_old falls, so a rare token
 may move by a larger ratio. Third, a clear success (large Â) may move further and a clear failure
-less, because pushing down is held to be riskier.
+less far, because pushing down is held to be riskier.
 
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/Σ|y_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
-    F = exp(-(r - 1)² / 2σ²)  where Â > 0 and r > 1, or Â < 0 and r < 1 (further out),  else 1
-    σ = m (1 + β_pos Â)  for Â > 0,   m / (1 - β_neg Â)  for Â < 0   (the factor within [0.1, 10])
+    F = exp(-(r - 1)² / 2σ²)  if Â > 0 and r > 1, or Â < 0 and r < 1 (away from π_old),  else 1
+    σ = m (1 + β_pos Â)  if Â > 0,   m / (1 - β_neg Â)  if Â < 0   (the factor within [0.1, 10])
     m = σ_base / π_old^α   within [σ_base, σ_high]
 
 R_i is the reward of response y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy
-being trained, π_old the policy that generated the responses. sg[F] is F without its gradient.
+being trained, π_old the policy that generated the responses, and sg[F] is F without its gradient.
+σ_base, σ_high, α and the two β are flags.
 
 Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's tokens:
 
     F r Â          (F is detached: it lowers the gradient and has none of its own)
 
 Differs from grpo.py in:
-1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a
-   token back.
+1. The Gaussian gate instead of min and clip. It never gates an update that brings a token back.
 2. Token-mean over the mini-batch instead of the mean of response means.
 3. No KL term, no reference model.
 
@@ -82,7 +82,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -105,12 +105,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -135,14 +135,14 @@ def gates(args: Args, ratio: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     # Detached, as in the authors' code, though their README calls the gate differentiable. With its
     # derivative the weight would be Â r F (1 - r (r - 1) / σ²), negative beyond r = 1.618 at σ = 1.
     F = gates(args, ratio.detach(), batch)  # [n, T]
@@ -152,7 +152,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
@@ -177,7 +177,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
     "grpo_cut_share": "tokens that GRPO would cut (share)",
@@ -194,7 +194,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
@@ -240,14 +240,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -262,7 +262,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:

@@ -4,15 +4,15 @@ Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practi
 2025, arXiv 2512.01374.
 
 The problem: the true objective is the expected reward of whole responses, but a loss is a sum over
-tokens. This sum is the first-order approximation of the objective. It is exact where the policy π_θ
-equals the sampler μ, and good only while the two are close. Two discrepancies separate them:
+tokens. This sum is a first-order approximation, exact if the policy π_θ equals the sampler μ, and
+good only while the two are close. Two discrepancies separate them:
 
-    π_θ/μ  =  π_old/μ  (train-inference discrepancy: same weights, other numerics)
-              x  π_θ/π_old  (staleness)
+    π_θ/μ  =  π_old/μ       train-inference discrepancy: the same parameters, other numerics
+              x π_θ/π_old   staleness: newer parameters
 
 The idea: keep the two apart. The weight π_θ/μ corrects for both; the mask M stops a token whose
-staleness alone is too large. Masking on π_θ/μ or weighting by r mixes the two up, which is the
-usual mistake. Dividing by the response's length breaks the approximation even at π_θ = μ.
+staleness alone is too large. The usual mistake is to mix them up, by masking on π_θ/μ or weighting
+by r. Dividing by the response's length breaks the approximation even at π_θ = μ.
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
@@ -20,15 +20,15 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     Â = R - mean R  (of the group; no std),     r = π_θ(y_t)/π_old(y_t)
     M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-R is the reward of y, Â its advantage. π_θ is the policy being trained, and π_old has the weights
-that sampled, evaluated by the trainer. sg[x] is x without gradient.
+R is the reward of y, Â its advantage. π_θ is the policy being trained, and π_old the policy that
+sampled, as the trainer evaluates it. sg[x] is x without gradient.
 
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â
 
 In a mixture of experts, a router scores the experts of each layer and sends a token to the best k.
-Either discrepancy may send it to other experts, that is, through other weights. Routing replay
+Either discrepancy may send it to other experts, that is, through other parameters. Routing replay
 fixes the choice. R2 replays what the trainer chose under π_old, recorded in the pass for old_logp.
 R3 replays what the sampler chose, which the engine reports with its tokens. Only the result of the
 router's `torch.topk` is replaced: the experts' weights come from the current scores at the recorded
@@ -37,7 +37,7 @@ indices, so the router keeps its gradient (common/scale/routing.py).
 Differs from grpo.py in:
 1. Advantages without std, a sum over tokens without a length, -log π with a detached weight instead
    of min and clip.
-2. Both discrepancies are real here. The sampler uses an 8-bit copy of the weights (in production
+2. Both discrepancies are real here. The sampler uses an 8-bit copy of the parameters (in production
    FP8 inference, or only other kernels). With four mini-batches, π_θ moves away from π_old.
 3. `--routing_replay`, with `--model tiny-moe`.
 4. ε 0.2 / 0.27, no KL term, no reference model.
@@ -97,7 +97,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -122,12 +122,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
 
 
@@ -152,9 +152,9 @@ def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -174,7 +174,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     uncapped = importance_weight(args, logp, batch)  # [n, T]
@@ -187,7 +187,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "masked_share": "tokens masked (share)",
     "weight_max": "largest weight π_θ/μ, before its cap",
@@ -205,7 +205,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     # <own>
     replay = f"--routing_replay {args.routing_replay}"
     if args.routing_replay != "none" and not policy.routing.active:
@@ -265,7 +265,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -285,7 +285,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:

@@ -1,8 +1,8 @@
 """GRPO from prompt to gradient on one page: python nano.py (half a minute on one core).
 
-A model samples a group of responses to each prompt, and a verifier pays 1 point for a right answer.
+A model samples a group of responses to each prompt. A verifier gives 1 point for a right answer.
 A response above the mean of its group becomes more likely, and a response below it less likely.
-grpo.py has the same gradient, and what a real run needs: flags, ranks, vLLM, evaluation, resume.
+grpo.py computes the same loss and adds what a real run needs: flags, ranks, vLLM, resume and more.
 """
 
 import random
@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 MODEL = Path(__file__).parent / "common/tiny/model"  # 124k parameters; a token is a character
-P, G = 16, 8  # prompts of a rollout, and responses to each: N = P·G rows
-S = 14 + 64  # places in a row: at most 14 for the prompt, and 64 or more for the response
+P, G = 16, 8  # prompts per rollout, and responses to each: N = P·G rows
+S = 14 + 64  # positions per row: at most 14 for the prompt, and 64 or more for the response
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
 
 def draw_problem() -> tuple[str, str]:
-    """Return a prompt like `7*8-9+6=` and its answer `53`, from left to right, modulo 100."""
+    """Return a prompt, like `7*8-9+6=`, and its answer, `53`, worked left to right, modulo 100."""
     prompt = value = random.choice("0123456789")
     for _ in range(random.randint(1, 6)):
         prompt += random.choice("+-*") + random.choice("0123456789")
@@ -29,15 +29,15 @@ def draw_problem() -> tuple[str, str]:
 
 @torch.no_grad()
 def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Sample G responses per prompt: sequences `[N, S]`; mask `[N, S-1]`: 1 if a sample follows."""
+    """Return N sampled sequences `[N, S]`, and a mask `[N, S-1]`: 1 if the next one is sampled."""
     padded = tokenizer(prompts, padding="max_length", max_length=S, return_tensors="pt")
-    sequences = padded["input_ids"].repeat_interleave(G, dim=0)  # [N, S]: pads stand on the right
+    sequences = padded["input_ids"].repeat_interleave(G, dim=0)  # [N, S]: padded on the right
     ends = padded["attention_mask"].sum(dim=1).repeat_interleave(G)  # [N]: tokens so far
     mask = torch.zeros(len(sequences), S - 1)  # [N, S-1]
-    rows = torch.arange(len(sequences))  # [n]: the rows that still grow
+    rows = torch.arange(len(sequences))  # [n]: the rows that are not finished
     while len(rows) > 0:
-        last = ends[rows] - 1  # [n]: the place that predicts the next token
-        logits = policy(sequences[rows, : ends[rows].max()]).logits  # [n, places, V]: pads unseen
+        last = ends[rows] - 1  # [n]: the position that predicts the next token
+        logits = policy(sequences[rows, : ends[rows].max()]).logits  # [n, positions, V]
         probabilities = logits[torch.arange(len(rows)), last].softmax(dim=-1)  # [n, V]
         next_token = torch.multinomial(probabilities, 1)[:, 0]  # [n]
         sequences[rows, last + 1] = next_token
@@ -48,7 +48,7 @@ def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]
 
 
 def log_probs(policy: PreTrainedModel, sequences: Tensor) -> Tensor:
-    """Return log π of each next token `[n, S-1]`. A place sees only what is to its left: no pad."""
+    """Return log π of each next token `[n, S-1]`. Attention is causal, so pads do not matter."""
     logp = policy(sequences).logits.log_softmax(dim=-1)  # [n, S, V]
     return logp[:, :-1].gather(-1, sequences[:, 1:, None])[..., 0]  # [n, S-1]
 
@@ -62,9 +62,9 @@ def advantages(rewards: Tensor) -> Tensor:
 def policy_loss(
     logp: Tensor, old_logp: Tensor, ref_logp: Tensor, A: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return minus the objective: the mean over responses of the mean over their tokens."""
-    ratio = (logp - old_logp).exp()  # [n, S-1]: 1 in the first optimiser step on a rollout
-    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]: ε = 0.2; no gradient outside this range
+    """Return minus the objective, averaged over each response's tokens, then over responses."""
+    ratio = (logp - old_logp).exp()  # [n, S-1]: r; 1 until the rollout's first optimiser step
+    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]: ε = 0.2; beyond, min may drop the gradient
     k3 = (ref_logp - logp).exp() - (ref_logp - logp) - 1  # [n, S-1]: estimates the KL to π_ref
     objective = torch.minimum(ratio * A, clipped * A) - 0.01 * k3  # [n, S-1]: β = 0.01
     return -((objective * mask).sum(dim=1) / mask.sum(dim=1)).mean()

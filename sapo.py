@@ -4,12 +4,12 @@ Gao et al. (Qwen team), "Soft Adaptive Policy Optimization",
 2025, arXiv 2511.20347.
 
 The problem: GRPO's clip has a hard edge. A token just inside it counts fully, and a token just
-outside teaches nothing at all.
+outside it has no gradient at all.
 
 The idea: replace the clip by a smooth gate. It is 1 at r = 1 and falls as the ratio leaves 1 in
 either direction, so no token ever loses its whole gradient. The weight is the gate times r, so it
-still grows up to r = 2 (to 1.57 Â) before it falls. A larger τ makes the gate narrower. The paper
-takes τ_neg > τ_pos, because pushing a sampled token down raises the logits of all other tokens, and
+still grows up to about r = 2 (to 1.57 Â) before it falls. A larger τ makes the gate narrower. The
+paper takes τ_neg > τ_pos, because pushing a sampled token down raises the logits of all others, and
 it holds most of those to be nonsense. Here the order of the two made no difference beyond the seeds
 (docs/claims.md).
 
@@ -19,18 +19,19 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     Â_i = (R_i - mean R) / std R
     f(r) = 4/τ σ(τ (r - 1)),     τ = τ_pos if Â_i > 0, else τ_neg
 
+R_i is the reward of y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy being
+trained, π_old the policy that generated the responses. σ is the logistic function. The gate is the
+derivative f'(r), which is the sech² below.
+
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-R_i is the reward of y_i, |y_i| its number of tokens, Â_i its advantage. π_θ is the policy being
-trained, π_old the policy that generated the responses. σ is the logistic function, and sech² the
-gate, f'(r). The value of the loss has no meaning: f(1) = 2/τ, and only the gradient is normalised.
-Do not multiply f by r or detach it: f replaces the ratio, and its derivative is the gate.
+The value of f, 2/τ at r = 1, has no meaning. Its gradient has: do not detach f or multiply it by r.
 
 Differs from grpo.py in:
-1. The soft gate instead of min and clip. It still acts on single tokens. If the tokens of one
-   response move together, it acts approximately like a gate on GSPO's ratio of the whole response.
+1. A soft gate instead of min and clip, still per token. (If a response's tokens move together, it
+   acts much like a gate on GSPO's ratio.)
 2. No KL term, no reference model.
 
 Run it:
@@ -83,7 +84,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -96,12 +97,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -116,14 +117,14 @@ def temperatures(args: Args, batch: Rollout) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     tau = temperatures(args, batch)  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
@@ -134,7 +135,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     A = batch.advantages[:, None]  # [n, 1]
@@ -150,7 +151,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
     "gate_pos": "gate where Â > 0 (1: open)",
@@ -167,7 +168,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
@@ -213,14 +214,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -235,7 +236,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -247,8 +248,7 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Model, data and the run's size. The paper's setting: Qwen3-30B-A3B after a cold start, and four
-#    mini-batches per rollout, which is also the default here.
-# 2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
-#    because we know no values from the paper.
+# 1. Model, data and the run's size. The paper's setting, by summaries: Qwen3-30B-A3B after a cold
+#    start, and four mini-batches per rollout, which is also the default here.
+# 2. AdamW's betas, warm-up, gradient clip, group size and the 1e-6 beside std are ours (not known).
 # 3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.

@@ -3,22 +3,25 @@ r"""STAPO: Spurious-Token-Aware Policy Optimization.
 Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare
 Spurious Tokens", 2026, arXiv 2602.15620.
 
-The problem: a right response may contain a spurious token. It was very unlikely for the model, at a
-place where the model was sure of another token. The authors hold that such a token did not help,
-but it is rewarded like the rest of the response, and with the largest gradient.
+The problem: a right response may contain a spurious token, to which the model gave a tiny
+probability while it was sure of another token. The authors hold that such a token did not help. But
+it gets the same advantage as the rest of the response, and the largest gradient.
 
-The idea: find these tokens by their probability and by the entropy at their place, and leave them
-out of the loss. What remains is GRPO's clipped loss, averaged over the tokens that are left.
+The idea: find these tokens by their probability and by the entropy at their position, and leave
+them out of the loss. What remains is GRPO's clipped loss, averaged over the tokens that are left.
+Its upper clip is the wider one of DAPO (clip-higher), so other rare tokens can still grow. Only
+positive advantages are masked. So the gradient is biased: a spurious token is never pushed up, but
+where a wrong response has it, it is still pushed down.
 
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
     Â_i = (R_i - mean R) / std R
-    I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1    (both of π_θ now, no gradient)
+    I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1        (I has no gradient)
 
-R_i is the reward of response y_i, Â_i its advantage. π_θ is the policy being trained, π_old the
-policy that generated the responses. τ_p is a small probability, H_t the entropy of π_θ where y_t
-was drawn, and τ_h a quantile of these entropies over the mini-batch.
+R_i is the reward of response y_i, Â_i its advantage. π_θ is the current policy, which is trained,
+and π_old the policy that generated the responses. H_t is the entropy of π_θ at the position where
+y_t was drawn. By default τ_p is 0.002 and τ_h the 0.8 quantile of H_t over the mini-batch's tokens.
 
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
@@ -31,18 +34,18 @@ the logits a, with c the weight above and V the size of the vocabulary:
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
 
-These are bounds, not a proportionality. Both are largest at a low probability and a low entropy.
+Both bounds are largest at a low probability and a low entropy. The difference is small: the norm is
+at most √2 times that of a rare token at high entropy.
 
-The mask cannot tell a slip from a discovery. In lab junk one rare token decides the reward. STAPO
-keeps it at probability 0.001 in all 20 seeds; GRPO learns it in all of them. In runs of the tiny
-model the mask hardly acts: it silences some two tokens in half a million.
+The mask cannot tell a slip from a discovery. In labs/junk one rare token decides the reward: STAPO
+keeps it at probability 0.001 in all 20 seeds, and GRPO learns it in all of them. In runs of the
+tiny model the mask hardly acts, on about 4 tokens in a million.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the kept tokens.
-2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe on
-   which the paper builds).
-3. One more forward pass per mini-batch: τ_h is a quantile over the whole mini-batch, so it must be
-   known before the first gradient.
+2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term: the recipe of JustRL
+   (variants/justrl.py), on which the paper builds.
+3. One more forward pass per mini-batch, because τ_h must be known before the first gradient.
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
@@ -100,7 +103,7 @@ class Args(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -113,29 +116,29 @@ class Args(Flags):
     """A token below this probability may be spurious (paper); a larger value finds more of them."""
     # <own>
     entropy_rule: Literal["all", "candidates"] = "all"
-    """Whose entropies τ_h is a quantile of: all tokens (paper, versions 1 to 3), or candidates, the
+    """Tokens over which the quantile τ_h is taken: all (paper, versions 1 to 3), or candidates, the
     tokens below tau_p in right responses (paper, version 4)."""
     entropy_quantile: Share = 0.8
-    """The quantile for all: tokens of lower entropy may be spurious (paper, versions 1 to 3)."""
+    """all: the quantile; tokens of lower entropy may be spurious (paper, versions 1 to 3)."""
     candidate_quantile: Share = 0.75
-    """The quantile for candidates: those of lower entropy are spurious (paper, version 4)."""
+    """candidates: the quantile; those of lower entropy are spurious (paper, version 4)."""
     # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
 def entropy_threshold(args: Args, entropy: Tensor) -> Tensor:
-    """Return τ_h, a quantile of the entropies `[M]` of the tokens that `--entropy_rule` selects."""
+    """Return τ_h, a quantile of `entropy [tokens]`, of the tokens that `--entropy_rule` selects."""
     quantile = args.entropy_quantile if args.entropy_rule == "all" else args.candidate_quantile
     values = entropy.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
     # Without any candidate no quantile exists. A τ_h of 0 silences nothing.
@@ -143,7 +146,7 @@ def entropy_threshold(args: Args, entropy: Tensor) -> Tensor:
 
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
-    """Write the column `spurious` `[m, T]` of a mini-batch: True on the tokens to silence.
+    """Write the column `spurious` `[m, T]` of a mini-batch of m rows: True on tokens to silence.
 
     Candidates are the improbable tokens of right responses. They are spurious if the policy was
     sure of another token: if the entropy is below τ_h, a quantile over the mini-batch of all ranks.
@@ -153,8 +156,8 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     candidates = (batch.advantages[:, None] > 0) & improbable & mask  # [m, T]
     among = mask if args.entropy_rule == "all" else candidates  # [m, T]
     threshold = entropy_threshold(args, gather(batch.entropy[among], world))  # []
-    # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
-    # differently in two of them.
+    # Responses of a group begin alike, and equal prefixes have equal entropies up to rounding. The
+    # 1e-5 keeps all of them on one side of τ_h, which may be one of these entropies.
     sure = batch.entropy < threshold - 1e-5  # [m, T]
     batch.spurious = candidates & sure  # [m, T]
 
@@ -163,14 +166,14 @@ def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     kept = mask * ~batch.spurious  # [n, T]: I
@@ -179,7 +182,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     spurious = batch.spurious  # [n, T]
     return {
@@ -192,7 +195,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "silenced_share": "tokens silenced (share)",
     "silenced_prob": "their probability",
@@ -209,7 +212,7 @@ def main(args: Args, world: World) -> None:
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
@@ -246,7 +249,7 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             first = minibatch is minibatches[0]
             # <own>
-            # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
+            # A pass over every mini-batch, the first too, without gradient: p and H, for τ_h.
             now = all_logprobs(policy, minibatch, args, world, entropies)
             minibatch.logp, minibatch.entropy = now.logp, now.statistic  # [m, T], [m, T]
             choose_tokens(args, minibatch, world)
@@ -261,14 +264,14 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
             denominator = total_count(denominator, world)
             divide_gradients(policy, denominator, world)
             minibatch.weight /= denominator
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
                 means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
             means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
@@ -283,7 +286,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -295,17 +298,13 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The rule for τ_h is the one of versions 1 to 3. `--entropy_rule candidates` is the one of
-#    version 4 (we know only the abstract of version 5): the 75% quantile over the low-probability
-#    tokens of right responses. It needs large mini-batches, because a single such token is never
-#    below its own quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none
-#    held two different candidates. With --tau_p 0.05, each rule silenced two tokens of 155,000
-#    (50 steps, seed 1).
-# 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Only one reading fits their
-#    text: the top 20% by entropy are always kept, so τ_h = quantile(H, 0.80). (They say that the
-#    bottom 80% of low-entropy tokens is masked, and that going from 20% to 80% shrinks the
-#    candidates.) quantile(H, 0.20) is often quoted, but wrong. They say only "mini-batch", so it is
-#    our reading that the quantile is over all response tokens.
+# 1. The rule for τ_h is that of versions 1 to 3; `--entropy_rule candidates` is that of version 4,
+#    the 75% quantile over low-probability tokens of right responses. It needs large mini-batches,
+#    because a single such token is never below its own quantile. Here a mini-batch has a thousand
+#    tokens, and in 150 steps (seed 1) none held two different candidates.
+# 2. Versions 1 to 3 state τ_h ambiguously, as "80%" and as "τ_h = 20%". We read: the 20% of the
+#    tokens with the highest entropy are always kept, so τ_h = quantile(H, 0.80), over all response
+#    tokens of a mini-batch. quantile(H, 0.20), which is often quoted, does not fit their text.
 # 3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens have no
 #    gradient. std R divides by G - 1. The paper does not say so, but the advantages of its examples
 #    show it (2.47 for the only right response of eight).
@@ -313,6 +312,5 @@ if __name__ == "__main__":
 #    mini-batches, up to 15,360 tokens, AdamW at lr 1e-6 after 10 steps of warm-up.
 #
 # The authors find that about one token in ten thousand is enough to destroy a run, and that
-# silencing it loses no signal. Versions 4 and 5 report an average gain over GRPO, 80/20 and JustRL
-# of 11.49% at temperature 1 and of 3.73% at 0.7 (before: 7.13% and 3.69%). Version 4 calls the
-# accuracy largely insensitive to τ_p.
+# silencing it loses no signal. Version 4 calls the accuracy largely insensitive to τ_p. Of version
+# 5 we know only the abstract.

@@ -3,49 +3,52 @@ r"""VCPO: Variance-Controlled Policy Optimization.
 Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
 ICML 2026 (PMLR v306), arXiv 2602.17616.
 
-The problem: asynchronous training learns from responses of older weights. Importance weights w
-keep the gradient unbiased, but its variance is high: a few responses with a large w dominate it.
+The problem: asynchronous training learns from responses that an older policy μ sampled. Importance
+weights w correct for that, but a few responses with a large w dominate the gradient.
 
-The idea: take smaller steps when the variance is high, and lower it. The effective sample size ESS
-says how many responses the batch is really worth. When it falls, the learning rate falls with its
-square root, as for a smaller batch under Adam. The baseline b is chosen for the least variance:
-responses with large weights and large gradients count most in it. (Any b leaves the gradient
-unbiased, because E[w g] = 0. With equal weights and norms, b is GRPO's group mean.)
+The idea: take smaller steps when the gradient is noisy, and make it less noisy. The effective
+sample size ESS says how many of its B responses a batch is worth; lr is multiplied by the square
+root of ESS/B, a rule of thumb for smaller batches under Adam. And a baseline b, in which responses
+with a large w and a large gradient count most, replaces the group's mean. For the loss that is used
+b is often worse than the mean: in 40 small tasks, enumerated, the variance was larger with b in 27
+tasks on-policy and in 16 off-policy.
 
-Objective, for B responses y_i that were sampled from μ, the weights of k updates ago:
+Objective, for B responses y_i sampled from μ, the policy as it was k = `--lag` batches ago:
 
     J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t)
     Â_i = (R_i - b) / std R,     b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group
-    g_i = ∇ Σ_t log π_θ(y_t),     ĝ_i = g_i/|y_i|
-    lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the batch
+    g_i = ∇ Σ_t log π_θ(y_t),     lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B
+    ESS = (Σ w_i)² / Σ w_i²  over the batch
 
-R_i is the reward of y_i, |y_i| its number of tokens. π_θ is the policy being trained, and sg[x] is
-x without gradient. lr keeps its full value as long as ρ is at least ρ_on. b is the best baseline of
-the plain estimate Σ w g (R - b). J cuts the weights and divides the gradients by the length, so for
-J this b is not optimal (see the end).
+sg[x] is x without gradient, |y_i| the number of tokens of y_i, R_i its reward, and π_θ the policy
+being trained. With the default ρ_on = 1 lr is lowered unless all w_i are equal.
 
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
-    min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
+    min(w_i, 8) Â_i / |y_i|          (no ratio clip, only the cap at 8; ESS has the uncapped w)
 
-How is |g_i| found without a backward pass for each response? One backward pass of Σ_i Σ_t log π_θ
-brings to every linear map y = W x the gradient d_s at its output, at each place s of each response.
-The part of g_i at W is Σ_s d_s x_sᵀ over the places of response i. A hook adds the squared norm of
-this part to |g_i|² and drops the part. So one pass gives the norms of a whole micro-batch, and the
-batch's gradient is never formed (common/scale/norms.py, which treats other layers likewise).
+Why this b? For the plain estimate Σ w g (R - b), it is where the derivative of E|w g (R - b)|² with
+respect to b is 0. J is another estimate: it caps w and divides by |y_i|. With equal w and |g|, b is
+the group's mean. Is the gradient unbiased? With a constant b and uncapped w it is, because
+E[w g] = 0. But this b contains the response's own reward, and the cap changes w: both add bias.
+
+How is |g_i| found without a backward pass for each response? One backward pass of all log-probs
+brings to each linear layer, at each position s, the gradient d_s of the layer's output; x_s is the
+layer's input there. The layer's part of g_i is the sum of d_s x_sᵀ over the positions of y_i. A
+hook adds its squared norm to |g_i|² and drops it. So one pass gives the norms of all responses, and
+the batch's gradient is never formed (common/scale/norms.py has other kinds of layers, too).
 
 Differs from grpo.py in:
-1. A queue. The first `--lag` steps only fill it. Over as many more steps, the age of a batch grows
-   from 0 to `--lag` updates and then stays there. This is the staleness of an asynchronous system
-   without its speed-up: here sampling and training take turns.
-2. No π_old, no ratio clip, no KL term: each response has one weight, against the sampler's
-   log-probs.
+1. A queue. The first k steps only fill it. In the next k steps the trained batch gets older, from 0
+   to k batches; then its age is constant. This is asynchronous training without the speed-up.
+2. No π_old, no ratio clip, no KL term: each response has one importance weight, against the
+   sampler's log-probs.
 3. The baseline and the learning rate, as above; one optimiser step per batch.
-4. One more pass before each update, for the norms. The update is then grpo.py's loop.
+4. One more forward and backward pass before each update, for the norms.
 
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
-    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
+    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cap at 8
     # one H100 (80 GB)
     torchrun vcpo.py --model Qwen/Qwen3-1.7B-Base --task gsm8k --prompts_per_step 64 \
         --max_new_tokens 2048 --lr 1e-6 --micro_tokens 8192 --save_every 10 \
@@ -82,7 +85,7 @@ from torch import Tensor
 @dataclass
 class Args(Flags):
     steps: Count = 150
-    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (our choice)."""
+    """Rollouts; after the first `lag`, each has `minibatches` optimiser steps (our choice)."""
     prompts_per_step: Count = 8  # <own>
     """Prompts in a rollout, on all ranks together (our choice)."""
     group_size: Count = 8
@@ -98,7 +101,7 @@ class Args(Flags):
     warmup: Whole = 0  # <own>
     """Trained batches over which lr rises linearly (paper: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
@@ -108,12 +111,11 @@ class Args(Flags):
     """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
     10 on MATH)."""
     is_cap: Positive = 8.0
-    """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
+    """Cap of a response's importance weight in the loss (paper); ESS uses the uncapped weights."""
     ess_scaling: bool = True
-    """Lower the learning rate by the square root of the batch's effective sample size."""
+    """Multiply the learning rate by sqrt(ρ/ρ_on), if ρ, the batch's ESS ratio, is below ρ_on."""
     rho_on: Positive = 1.0
-    """ESS ratio from which the learning rate has its full value (paper: 1, and 0.55 for long
-    tool-use responses)."""
+    """ρ_on: ESS ratio with the full learning rate (paper: 1; 0.55 for long tool-use responses)."""
     optimal_baseline: bool = True
     """Subtract b (see the header); False: the group's mean."""
     # </own>
@@ -121,14 +123,14 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return group z-scores `[P, G]`. Rewards [1, 0, 0, 0] give about [1.73, -.58, -.58, -.58]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term.
     # <own>
-    # The population's std, as in the authors' code. baseline_shift adds the baseline b.
+    # The population's std, as in the authors' code. baseline_shift later replaces the mean by b.
     std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]
     return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]
 
@@ -139,12 +141,13 @@ def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def truncated(args: Args, log_w: Tensor) -> Tensor:
-    """Return min(w, 8), which is finite for any log w."""
+    """Return min(w, `is_cap`), with log w clamped to ±20, so that it is finite for any log w."""
     return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
 
 
 def ess_ratio(log_w: Tensor) -> Tensor:
-    """Return ρ = ESS/B = (Σ w)² / (B Σ w²) from log w `[B]`. It is always finite."""
+    """Return ρ = ESS/B = (Σ w)² / (B Σ w²) from log w `[B]`. It is always finite. It is 1 if all w
+    are equal, however small, and it cannot see what μ never samples."""
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
@@ -202,9 +205,9 @@ class Stale:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
@@ -216,7 +219,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     log_w = log_weight(logp, batch.rollout_logp, batch.mask)  # [n]
     weights = log_w.clamp(max=20).exp()  # [n]
@@ -228,7 +231,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "lr_damping": "reduction of the learning rate (share)",
     "ess_ratio": "effective sample size (share of the batch)",
@@ -246,7 +249,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     stale = Stale(args, world)  # <own>
-    # What else a checkpoint holds: each has a state_dict.
+    # Other objects to save in a checkpoint (each has a state_dict).
     parts = {"engine": engine, "stale": stale}  # <own>
     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
@@ -271,9 +274,9 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # 3. Log-probs of π_old: the weights that sampled, evaluated by the trainer. The loss does
-        # not use them: its weights compare with μ, which the sampler reported, and so correct for
-        # staleness and engine at once. The sampler check needs them.
+        # 3. Log-probs of π_old, the policy that sampled, by the trainer. The sampler check needs
+        # them. The loss does not: its weights are π_θ/μ, with the sampler's own log-probs, and so
+        # correct for stale samples and for the engine's numerics at once.
         # <own>
         # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
         # are about equal.
@@ -311,7 +314,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -323,7 +326,7 @@ def main(args: Args, world: World) -> None:
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
-            # With a count of 0 nothing is logged.
+            # Without --ess_scaling the count of lr_damping is 0, so it is not logged.
             means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
@@ -339,7 +342,7 @@ def main(args: Args, world: World) -> None:
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
@@ -352,25 +355,22 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. b is weighted by w²|g|², as in the paper. The released code has min(w, 8)² w² |g|², because its
-#    g already contains the weight. For rewards 0 or 1, equally likely, in groups of 16 and a
-#    standard deviation of 1.2 of log w, this moves b by 0.08 (median), and by up to 0.5.
+#    g already contains the weight.
 # 2. ESS is computed in log space. In the released code w overflows float32 at log w > 88, which
-#    long responses can reach. ESS is then NaN, min(1, NaN) is 1, and nothing is damped. Its ε of
-#    1e-8 stops learning if all weights are small: of 512 responses, all with log w = -10, -12 or
-#    -15, ρ is 0.99, 0.66 or 0.005 (here always 1), so that lr falls to 1, 0.81 or 0.07 of itself.
-# 3. All responses of a batch are from the same weights, exactly k updates old. The paper's k is the
-#    largest lag, and its rollouts are partial: several versions can write one response.
+#    long responses can reach; ESS is then NaN, and lr is not lowered. That code also adds 1e-8 to
+#    Σ w², which stops learning if all weights are small.
+# 3. All responses of a batch were sampled at once; after the first 2k steps they are exactly k
+#    batches old. The paper's k is the largest lag, and several versions can write one response.
 # 4. A model is refused if the norm pass does not support one of its parts (experts). It can be
 #    trained with `--no_optimal_baseline`, which takes the group's mean for b.
-# 5. The paper's setting on MATH (authors' scripts): 32 prompts with 16 responses each, one step per
-#    batch, up to 2,048 tokens, lr 1e-6. On GSM8K: 8 prompts with 8 responses each.
 #
-# Here and in the released code b is applied to min(w, 8) g/|y|, for which it is not the best
-# baseline. We enumerated all answers of 40 small random tasks. On-policy, the variance is a fifth
-# above the least possible one (median). It is above the variance of the plain group mean in 27 of
-# the tasks; off-policy in 16.
+# The paper's setting on MATH (authors' scripts): 32 prompts with 16 responses each, one step per
+# batch, up to 2,048 tokens, lr 1e-6. On GSM8K: 8 prompts with 8 responses each.
+#
+# The header's 40 tasks are random, with all answers enumerated. The loss, min(w, 8) g/|y|, is that
+# of the released code, too. On-policy, b's variance was a fifth above the least possible (median).
 #
 # Formulas and constants are those of the authors' code (github mit-han-lab/vcpo c7f030f, 2 March
-# 2026), whose numbers checks/vcpo.py has; std and 1/|y| are from the authors' scripts. We read only
-# the paper's abstract (version 2, same day) and quotations of sections 3.2, 3.3, 3.5 and appendix
-# E.2 (w²|g|² in b, the square root, ESS of uncut weights, the cut at 8).
+# 2026), with whose results checks/vcpo.py compares; std and 1/|y| are from the authors' scripts. We
+# read only the paper's abstract (version 2, same day) and quotations of sections 3.2, 3.3, 3.5 and
+# appendix E.2 (w²|g|² in b, the square root, ESS of uncapped weights, the cap at 8).

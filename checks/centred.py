@@ -66,7 +66,7 @@ CASES = [{}, {"centre_top": 0}, {"weight": "tis"} | BOUNDS, {"weight": "icepop"}
 CASES += [{"weight": "tis", "w_high": 20.0, "delta": 0.03}]
 CASES += [{"weight": "tis", "w_high": 20.0, "delta": 0.03, "two_sided": True}]
 WEIGHTS = CASES[:1] + CASES[2:]
-V = 8  # tokens of the enumerated place
+V = 8  # tokens at the enumerated position
 
 
 def place(seed: int) -> tuple[Tensor, Tensor, Tensor]:

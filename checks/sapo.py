@@ -14,7 +14,7 @@ def temperatures(b: Batch) -> Tensor:
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """f(r) = 4/τ σ(τ (r - 1)) takes the place of the ratio."""
+    """f(r) = 4/τ σ(τ (r - 1)) replaces the ratio."""
     tau = temperatures(b)
     f = 4 / tau / (1 + (-tau * (b.r - 1)).exp())
     return response_mean(f * b.A[:, None], b.mask)

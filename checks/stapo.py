@@ -11,7 +11,7 @@ from . import ZSCORES, Batch, Run, clip_statistics, near, surrogate, token_mean
 
 def spurious(b: Batch) -> Tensor:
     """Return the spurious tokens (the paper's S2T): tokens of right responses that are improbable
-    under π_θ (p < τ_p), at places of low entropy (H < τ_h)."""
+    under π_θ (p < τ_p), at positions of low entropy (H < τ_h)."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args.tau_p) & (b.A[:, None] > 0)
     among, quantile = everywhere, b.args.entropy_quantile

@@ -13,29 +13,30 @@ from common.distributed import World, from_all
 
 class Rollout:
     """N = P·G sampled responses, where row i answers prompt i // G. Each attribute that is set is a
-    column, a tensor of N rows, and a loss reads the columns that it needs.
+    column, a tensor of N rows, and a loss reads the columns that it needs. There are P prompts with
+    G responses each, of at most T tokens; with the prompt a row has at most S tokens.
 
     The sampler writes, in `generate`:
         sequences `[N, S]`      prompt, prefix and response, right-padded
         prompt_len `[N]`        tokens before the sampled response, prefix included
         prefix_len `[N]`        how many of these belong to a response prefix (0 without a prefix)
-        tokens `[N, T]`         the sampled tokens, right-padded, and between them what a tool wrote
+        tokens `[N, T]`         the sampled tokens, with a tool's output between them; right-padded
         mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0.
                                 A row's last token is always a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
-        finished `[N]`          False if the length limit cut the response
+        finished `[N]`          False if the response reached the length limit without EOS
         sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
-                                each place, and log μ of each
-        sampler_experts `[N, S, layers, k]`  where a mixture of experts sent each token
+                                each position, and log μ of each
+        sampler_experts `[N, S, layers, k]`  the k experts to which each layer sent each token
     `Task.score` writes:
         problem `[N]`           the number of the training problem
         rewards `[N]`           the verifier's rewards
         new_answer `[N]`        1.0 if no earlier response of the group has the same answer
     Every `main` writes, after the rewards:
         advantages `[N]`        Â of the whole response
-    Every `main` writes, before the first update:
-        old_logp `[N, T]`       log π_old(token), by the trainer. The first mini-batch gets it in
-                                its update, where π_θ is still π_old
+    Every `main` writes, before the first optimiser step:
+        old_logp `[N, T]`       log π_old(token), by the trainer; for the first mini-batch often in
+                                the pass of its own update, because π_θ is still π_old then
         ref_logp `[N, T]`       log π_ref(token), of the model before training; only with a KL term
     Every `main` writes, in the update, for metrics and samples.jsonl:
         logp, entropy `[N, T]`  of π_θ, before the optimiser step
@@ -46,13 +47,13 @@ class Rollout:
         NAME_logp `[N, T]`      log-probs under a further model, shown in samples.jsonl
     `response_logprobs` writes, if the batch has `sampler_top_ids`:
         top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; only for a micro-batch
-    Single files add further columns, such as masks of tokens; look there for what they hold.
+    A file may add columns of its own, such as masks of tokens, and describes them itself.
 
     Columns of experts stay on the CPU: with long responses they take gigabytes, and the trainer
     reads one micro-batch of them at a time.
     """
 
-    ref_logp: Tensor | None = None  # None without a KL term; `vars` lists only what an object sets
+    ref_logp: Tensor | None = None  # without a KL term; a class's default, so not in vars(batch)
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)
@@ -60,7 +61,7 @@ class Rollout:
     @property
     def ends(self) -> Tensor:
         """The number of tokens in each row of `sequences`, `[N]`."""
-        from_here = self.mask.flip(1).cumsum(1)  # [N, T], reversed: sampled tokens from here on
+        from_here = self.mask.flip(1).cumsum(1)  # [N, T], from the right: sampled tokens up to here
         return self.prompt_len + (from_here > 0).sum(1)
 
     @classmethod
@@ -171,11 +172,11 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     lengths = batch.ends.view(-1, unit).sum(dim=1).tolist()  # tokens of each unit
     widths = {name: column.shape[1] for name, column in vars(batch).items() if column.dim() > 1}
     shares = from_all((lengths, widths))
-    units = []  # (tokens, rank, place on that rank)
+    units = []  # (tokens, rank, number on that rank)
     for rank, (rank_lengths, _) in enumerate(shares):
         units += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]
     load = [0] * world.size  # tokens that each rank will have
-    goes_to = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # [rank][place] -> new rank
+    goes_to = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # [rank][number] -> new rank
     for tokens, rank, place in sorted(units, key=lambda one: -one[0]):
         least = load.index(min(load))  # the longest unit first, to the rank with the fewest tokens
         goes_to[rank][place] = least

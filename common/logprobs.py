@@ -50,12 +50,12 @@ class Policy(nn.Module):
         replay: Tensor | None = None,
         others: Tensor | None = None,
     ) -> Pair:
-        """Return log π and statistic, two `[M]`, of the token after each of the M places that are
-        True in `predicts [n, S]`.
+        """Return log π and statistic, two `[M]`, of the token after each of the M positions where
+        `predicts [n, S]` is True.
 
         `sequences [n, S]` are right-padded. Causal attention then lets no real token see a pad, so
         no attention mask is needed. `replay [n·S, layers, k]` are the experts to send each token
-        to. `others [M, K]` are further tokens at the same places; with them log π is `[M, 1 + K]`.
+        to. With `others [M, K]`, further tokens at the same positions, log π is `[M, 1 + K]`.
         """
         self.routing.replay = replay  # gradient checkpointing repeats the pass, with it as well
         # Why nonzero()? With a mask as an index, the CPU would wait for the GPU each time.

@@ -70,7 +70,7 @@ class HFEngine:
         top: int = 0,
     ):
         """`dtype` is float32, bfloat16, or float8: e4m3 matrices that compute in bfloat16. Report
-        `experts`, if the model has any, and at each place the `top` most likely tokens."""
+        `experts`, if the model has any, and at each position the `top` most likely tokens."""
         if not torch.cuda.is_available():
             # With a mask, transformers copies keys and values for every query head, which CPU
             # kernels do not need. (This changes it for the whole process.)
@@ -273,7 +273,7 @@ def make_engine(
     """Make the engine that `--rollout` names, with its own copy of the weights.
 
     With `record_experts`, its rollouts say which experts each token was sent to. `record_top` is
-    how many of the most likely tokens they report at each place.
+    how many of the most likely tokens they report at each position.
     """
     if args.rollout == "vllm":
         from common.scale.vllm import VLLMEngine

@@ -5,7 +5,7 @@
     python -m labs.bug 3 --smoke            the same in seconds, to try the machine: shows nothing
     python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
 
-Most damages are the named ones of the tests, so that no damaged file is stored anywhere.
+Most damages come by name from the tests, so the repository stores no damaged file.
 """
 
 import os

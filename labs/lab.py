@@ -2,8 +2,8 @@
 
 A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
     TITLE            the finding, printed above the figure
-    ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
-                     `-m variants.dapo FLAGS`
+    ARMS             arm -> its settings: anything for a toy, otherwise a command line such as
+                     `grpo.py FLAGS` or `-m variants.dapo FLAGS`
     measure(arm, seed)   for a toy: one run -> numbers and short series. Labs of command lines have
                      instead
     COLUMNS          the columns of metrics.jsonl to keep, or arm -> columns
@@ -265,7 +265,7 @@ def spent(run: dict) -> list[float]:
 
 
 def at_tokens(run: dict, thousands: float) -> float:
-    """Interpolate the sampled accuracy at the time when so many tokens had been sampled."""
+    """Interpolate the sampled accuracy to the time when that many tokens had been sampled."""
     return float(np.interp(thousands, spent(run), run["sampled"]))
 
 

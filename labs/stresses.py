@@ -130,7 +130,7 @@ def stress_sampler(engine: object, stress: Stress) -> None:
 
 def flip(verifier: Callable, share: float, seed: int) -> Callable:
     """Make a verifier that flips each verdict with probability `share`, and flips the same ones for
-    the same seed and call. A mark becomes the call's best mark minus it, so part marks work too."""
+    the same seed and call. A mark m becomes the call's best mark minus m: part marks work, too."""
     calls = 0
 
     def flipped(completions: list[str], answers: list) -> list[float]:

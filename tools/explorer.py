@@ -1,5 +1,5 @@
-"""Write an HTML page, which works offline, that shows what each loss does to a token. It is for
-playing before you read a file.
+"""Write an HTML page, which works offline, that shows what each loss does to a token. Play with
+it before you read a file.
 
     python -m tools.explorer [--out explorer.html]
 

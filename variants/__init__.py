@@ -2,6 +2,8 @@
 
 A variant holds only what it changes: its header, its flags, its loss, and a diff of another file's
 loop, `main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints its loop in full.
+The loop divides a loss's sum by its count, over all micro-batches and ranks. `ACTED` names metrics
+that show the method at work; if the first is always 0, the run says so at its end.
 """
 
 import ast
@@ -39,7 +41,7 @@ class Trunk(Flags):
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0

@@ -3,8 +3,8 @@ r"""Baselines: what is subtracted from a reward, and what it is divided by.
 RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
 Human Feedback in LLMs", 2024, arXiv 2402.14740.
 
-The problem: an advantage compares a reward with a baseline, the reward that could be expected.
-Papers choose other baselines and other divisors, and change other things at the same time.
+The problem: an advantage compares a reward with a baseline, the expected reward. Papers differ in
+the baseline and in the divisor, but change other things at the same time.
 
 The idea: put six choices behind one flag, and leave everything else alone.
 
@@ -84,8 +84,8 @@ def advantages(
     Rewards [1, 0, 0, 0] give 1 and 0s (none), 1 and -1/3s (rloo), 3 and -1s (maxrl). Whitening
     counts each response as often as it has tokens: `sizes [P, G]`, by default 1.
     """
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     shifted = rewards - rewards[:, :1]  # [P, G]
     centred = shifted - shifted.mean(dim=1, keepdim=True)  # [P, G]
     G = rewards.shape[1]
@@ -123,7 +123,6 @@ def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tenso
     return {"apart": (apart.sum(), apart.numel()), "idle_push": (size[idle].sum(), size.sum())}
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "apart": "distance of Â from R minus the group's mean, mean",
     "idle_push": "share of |Â| in zero-variance groups",

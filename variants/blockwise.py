@@ -38,7 +38,7 @@ Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.
 3. The default task. (With `arithmetic` the working has no reward, and nothing is learnt from it.)
-The loop is sapo.py's, which is grpo.py's without a reference model, with the diff below.
+Loop: sapo.py's, which is grpo.py's without π_ref, with the diff below.
 
 Run it:
     torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
@@ -72,7 +72,7 @@ class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     task: str = "variants/steps.py"
     """The task, as in every file; this one's verifier gives partial rewards for the working."""
     marker: str = "#"
@@ -136,7 +136,8 @@ def block_rewards(task: Task, rollout: Rollout, answers: list[str], marker: int)
 
 
 def token_advantages(batch: Rollout) -> Tensor:
-    """Return Â_k `[n, T]`: each token has the advantage of its block."""
+    """Return Â_k `[n, T]`: each token has the advantage of its block. The loop writes the working's
+    into `working_advantages [n]`, and the answer's into `advantages [n]`."""
     working, answer = batch.working_advantages[:, None], batch.advantages[:, None]  # [n, 1]
     return torch.where(batch.working > 0, working, answer)  # [n, T]
 
@@ -145,12 +146,12 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = token_advantages(batch)  # [n, T]
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
+    # 1/|T_ik|: a block's mean, so three tokens of answer count as much as thirty of working.
     per_response = 0.0
     for block in (mask * batch.working, mask * (1 - batch.working)):  # [n, T]
         mean = (objective * block).sum(dim=1) / block.sum(dim=1).clamp(min=1)  # [n]
@@ -168,7 +169,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "advantages_apart": "|Â of the working - Â of the answer|",
     "alone": "answers without a sibling to compare with (share)",

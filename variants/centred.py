@@ -30,8 +30,8 @@ the sampler's it is not, and the update at a prefix has two parts (here with w =
     E_μ[A ∇ log π_θ]  =  E_μ[A] E_μ[∇ log π_θ]  +  Cov_μ(A, ∇ log π_θ)
                          (drift)                   (what was learnt from rewards)
 
-The drift moves π_θ to μ if the prefix is promising (E_μ[A] > 0), and away from μ if it is not. The
-group's mean does not remove it, because it makes the mean of A zero over a prompt, not at each
+The drift moves π_θ towards μ if the prefix is promising (E_μ[A] > 0), and away from μ if it is not.
+The group's mean does not remove it, because it makes the mean of A zero over a prompt, not at each
 prefix. The centred estimate subtracts the mean score, so only the covariance remains.
 
 The mean needs μ of all tokens, but an engine reports only K of them. Outside these K (the tail) μ
@@ -41,7 +41,7 @@ exact.
 
 A trust region is a part of w, too. With DPPO's mask (`--delta`), w is 0 for each of the K tokens,
 and for the sampled one, that is too far from μ in the direction of Â. The mean is subtracted at
-every place, also if the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0
+every position, also if the sampled token itself is masked. With w = π_θ/μ inside the mask, c is 0
 except for masked v, where it is -π_θ(v). So the mask by itself makes a drift, which moves masked
 tokens back to μ. This drift is then all that the centring removes.
 
@@ -49,7 +49,7 @@ Base file: minirl.py. Differs from it in:
 1. The centring.
 2. No mask M by default. The weight is 1 by default.
 3. Removed: routing replay and the ablations of the weight (here `--weight`).
-The loop is dppo.py's, which is minirl.py's without routing replay, with the diff below.
+Loop: dppo.py's, which is minirl.py's without routing replay, with the diff below.
 
 Run it:
     torchrun -m variants.centred                            # laptop, 2 to 4 minutes, no download
@@ -79,7 +79,7 @@ class Args(Trunk):
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     centre_top: Whole = 20
-    """K: number of most likely tokens whose probabilities the sampler reports at each place, at
+    """K: number of most likely tokens whose probabilities the sampler reports per position, at
     most the vocabulary; 0: no centring (20 is vLLM's default limit; we do not know the paper's)."""
     weight: Literal["none", "tis", "icepop"] = "none"
     """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
@@ -139,9 +139,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         c = centring(args, batch)  # [n, T, K]
         score = score - (c * batch.top_logp).sum(dim=-1)  # [n, T]: less its mean under μ
     per_response = (A * score * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -161,7 +159,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "centred": "half of Σ |c|: probability that is in another place (share)",
     "tail": "μ outside of the K most likely tokens (share)",
@@ -174,7 +171,7 @@ LOOP = """
 -    engine = make_engine(args, lm, world)
 +    engine = make_engine(args, lm, world, record_top=args.centre_top)
 
-     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+     parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 +    if not args.w_low <= 1 <= args.w_high:  # the weight where sampler and trainer agree
 +        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
 """

@@ -83,7 +83,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "kept_beyond_clip": "tokens that justrl's clip would drop (share)",
     "weight_max": "largest ratio r, before its cap",

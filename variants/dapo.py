@@ -165,7 +165,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = trained(args, batch).mask  # [n, T]: 1 on the tokens that are trained
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -178,7 +178,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, trained(args, batch), args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "extra_tokens": "tokens sampled and dropped, per token trained on",
     "reward_drawn": "reward of all sampled responses",
@@ -191,8 +190,8 @@ LOOP = """
      engine = make_engine(args, lm, world)
 +    draws = Draws(args, engine, task, world)
 
--    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-+    # What else a checkpoint holds: each has a state_dict.
+-    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
++    # Other objects to save in a checkpoint (each has a state_dict).
 +    parts = {"engine": engine, "draws": draws}
 
 -        # 1. Rollout: this rank's P prompts, G responses each. The step number alone decides which

@@ -3,13 +3,15 @@ r"""DPPO: Divergence Proximal Policy Optimization.
 Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning",
 2026, arXiv 2602.04879.
 
-The problem: a trust region should bound the distance of two distributions, but the ratio of the
-sampled token measures it badly. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
-although only 0.0003 of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and the token
-passes, although a fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
+The problem: a trust region should bound the distance between two distributions, but the ratio of
+the sampled token measures it badly. From 0.001 to 0.0013 the ratio is 1.3 and a clip at 1.28 acts,
+although only 0.0003 of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and it does
+not, although a fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
 
-The idea: bound the divergence of a coin: this token, or any other. Merging outcomes never adds to a
-divergence, so the coin's is a lower bound of the vocabulary's. It needs only the log-probs.
+The idea: bound the divergence D of a distribution with two outcomes, this token and any other (a
+coin), which needs only the sampled token's log-probs. Merging outcomes never adds to a divergence,
+so D is a lower bound of the vocabulary's. D > δ proves that the vocabulary's exceeds δ, too; D <= δ
+guarantees nothing about the other tokens.
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
@@ -17,30 +19,32 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and D(μ, π_θ) > δ, else 1
     D = |π_θ - μ|   or   D = μ log(μ/π_θ) + (1-μ) log((1-μ)/(1-π_θ))     (TV or KL of two coins)
 
-sg[x] is x without gradient, c a cap.
+sg[x] is x without gradient, c a cap, δ the largest D allowed: 0.15 for TV, 0.05 for KL.
 
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
     M_t = 1 - sign(Â (π_θ - μ)) D/δ    (with `--soft`)
 
-The two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL 0.05 allows TV 0.158.
+The two δ agree at μ = 1/2, where a KL of 0.05 is a TV of 0.154. But a token of μ near 0, say 1e-6,
+may rise to 0.15 under TV before the mask acts, and to 0.05 under KL.
 
 Like PPO's clip, the mask acts only in the direction of the advantage. But it measures from μ, not
 from π_old. If sampler and trainer disagree, a token is away from μ before the first update. With a
 region around π_old, as in minirl.py, or without any, as in cispo.py, the authors see this
 difference grow until the run collapses.
 
-DRPO (`--soft`, arXiv 2606.09821) makes a slope of the mask's edge. M falls from 1 at μ to 0 at the
-distance δ. Beyond δ it is negative, which pushes the token back. On the way back M is above 1. The
-published loss has no cap on the ratio, so the command below sets c so high that it never acts.
+DRPO (`--soft`, arXiv 2606.09821) replaces the mask's edge by a slope. M falls from 1 at μ to 0 at
+the distance δ, and beyond δ it is negative, which pushes the token back. On the way back M is above
+1. But with the published δ of 12.5 M stays between 0.92 and 1.08, because |π_θ - μ| <= 1, and never
+pushes back. The published loss has no cap, so the command below sets c so high that it never acts.
 
 IPO (`--two_sided`, prime-rl) masks a token that is too far from μ in either direction.
 
 Base file: minirl.py. Differs from it in:
 1. The mask: a divergence from μ instead of the ratio to π_old.
-2. Cap 20. Removed: the ablation without μ, as the mask needs μ; the length norm; and routing
-   replay, without which the authors' mixture of experts stays stable.
+2. Cap 20. Removed: `--no_correct_mismatch`, because the mask needs μ; `--length_norm`; and routing
+   replay, without which the authors' mixture of experts is stable.
 
 Run it:
     torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
@@ -73,7 +77,7 @@ class Args(Trunk):
     trust_region: Literal["tv", "kl"] = "tv"
     """D: total variation or KL divergence, of the sampled token against all others."""
     delta: NonNegative = 0.0
-    """δ, the largest divergence from μ (0: the paper's, 0.15 of tv and 0.05 of kl)."""
+    """δ, the largest divergence from μ (0: the paper's, 0.15 for tv and 0.05 for kl)."""
     is_cap: Positive = 20.0
     """c: largest importance weight π_θ/μ (verl's default)."""
     two_sided: bool = False
@@ -126,9 +130,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # The square brings a token back, masked or not.
     objective = objective - args.log_square * (logp - batch.rollout_logp) ** 2  # [n, T]
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -147,7 +149,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "masked_share": "tokens masked (share); with `--soft` the mean of |1 - M|",
     "weight_max": "largest weight π_θ/μ, before its cap",
@@ -187,21 +188,17 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. Only the coin's divergence; the paper also has one over the most likely tokens.
-# 2. Advantages have no std, and tokens are summed, as in the base file. verl's script does the
-#    same, and also divides the sums by a constant.
-# 3. The cap is 20, as in verl and TRL. The authors' code has 10. verl's script sets 10,000, which
-#    in effect is no cap.
-# 4. DRPO's M comes from the loss -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ. This r has no cap (UniRL
-#    only clamps log r to ±20). ε is our δ. It is 12.5 in the paper and in UniRL, which changes M by
-#    0.08 at most, because |π_θ - μ| <= 1. `--soft` without `--delta` has DPPO's δ instead.
+# 2. The cap is 20, as in verl and TRL. The authors' code has 10; the paper asks for a large cap.
+# 3. DRPO's M comes from the loss -Â r + |Â| μ (r-1)²/(2ε) with r = π_θ/μ, in the paper and in
+#    UniRL, which clamps log r to ±20. Our δ is its ε. `--soft` without `--delta` has DPPO's δ.
 #
-# prime-rl's IPO masks tokens with |π_θ - μ| > 0.3, for any Â, and takes the token mean. In the
-# newest configuration that we could read, the threshold is 0.3 and w is capped at 1e4. Earlier
-# versions differ. On 21 August 2026 the default was a one-sided DPPO at 0.2 without a cap, plus
-# 1e-3 (log w)² on every token, which pulls masked tokens back
-# (`--delta 0.2 --log_square 1e-3 --is_cap 1e9`), and IPO was an option with the threshold 0.1. On
-# 27 August IPO became the default, with 0.1. The mask itself has no term that pulls a masked token
-# back, but the updates of other tokens move it (see centred.py).
+# Advantages without std and sums over tokens are as in the base file and in verl's script for DPPO,
+# which also divides the sums by a constant.
+#
+# prime-rl's IPO masks tokens with |π_θ - μ| > 0.3, for any Â, takes the token mean and caps π_θ/μ
+# at 1e4 (the newest configuration that we could read; earlier ones differ). A default of August
+# 2026 was `--delta 0.2 --log_square 1e-3 --is_cap 1e9`, where the square pulls masked tokens back.
+# The mask itself has no such term, but updates of other tokens move a masked one (see centred.py).
 #
 # Masks and caps are from the authors' code and verl's, IPO from prime-rl's code and page. δ is the
-# paper's as TRL and verl's script give it. The paper asks for a large cap.
+# paper's as TRL and verl's script give it.

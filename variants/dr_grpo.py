@@ -33,7 +33,7 @@ Base file: grpo.py. Differs from it in:
 1. Advantages without std.
 2. A sum over tokens divided by the constant `--max_new_tokens`.
 3. No KL term, no reference model.
-The loop is sapo.py's, which is grpo.py's without a reference model.
+Loop: sapo.py's, which is grpo.py's without π_ref.
 
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
@@ -66,12 +66,12 @@ class Args(Trunk):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Return centred rewards `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # Equal rewards must give advantages of exactly 0, but rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So first subtract the group's first reward from all of them.
+    # Equal rewards must give advantages of exactly 0, but the float32 mean of eight rewards of 0.3
+    # is not exactly 0.3. So first subtract the group's first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all wrong, the advantages are exactly 0, so a prompt that is
-    # too easy or too hard teaches nothing.
+    # If all responses are right, or all wrong, the advantages are exactly 0. Then this prompt adds
+    # no gradient but that of a KL term.
     return centred  # no std: 1/std would weight prompts by their difficulty
 
 
@@ -79,16 +79,14 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -96,7 +94,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 

@@ -25,8 +25,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
-kept tokens nothing is biased: H depends on the place, not on the token drawn there. At a fork every
-token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded tokens.
+kept tokens nothing is biased: H depends on the position, not on the token drawn there. At a fork
+every token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones.
 
 KL-Cov is another rule, which chooses tokens by their effect on the entropy (Cui et al., arXiv
 2505.22617). To first order, a step lowers the entropy by the covariance of log π_θ and Â, and a few
@@ -116,7 +116,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     if args.tokens == "kl_cov":  # every token is trained, without a clip
         objective = ratio * A - pull(args, logp, batch) * batch.chosen  # [n, T]
         return -(objective * mask).sum(), mask.sum()  # a mean over all tokens
@@ -141,7 +141,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "left_out": "tokens not trained (share)",
     "fork_entropy": "entropy of those trained (nats)",
@@ -167,9 +166,9 @@ if __name__ == "__main__":
 # TRL (`top_entropy_quantile`) divides by all tokens, which makes the same gradient five times
 # smaller.
 #
-# An improbable token at a place of low entropy has the largest gradient of all. It is left out,
-# even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement Learning for
-# Reasoning Language Models", 2025.
+# An improbable token at a position of low entropy has the largest gradient on the logits. Here it
+# is left out, even if it is punished. KL-Cov comes from "The Entropy Mechanism of Reinforcement
+# Learning for Reasoning Language Models", 2025.
 #
 # Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that
 # factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's code.

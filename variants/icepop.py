@@ -48,7 +48,7 @@ Base file: minirl.py. Differs from it in:
    none`) and routing replay.
 3. The sampler is an 8-bit copy, which makes a gap to correct. To repair a run of another file, add
    `--rollout_dtype auto`.
-The loop is dppo.py's, which is minirl.py's without routing replay, with the diff below.
+Loop: dppo.py's, which is minirl.py's without routing replay, with the diff below.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
@@ -131,15 +131,13 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     weight = correction(args, logp.detach(), batch)  # [n, T]: C
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = weight * torch.minimum(ratio * A, clipped * A)  # [n, T]: outside of min and clip
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    # The caller divides by the number of responses in this mini-batch, over all ranks. That does
-    # two things at once: 1/G, and the mean over prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask))  # sum, count
+    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -156,7 +154,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "corrected": "mean |C - 1|, C the correction",
     "dropped_share": "tokens dropped by it (share)",
@@ -166,7 +163,7 @@ ACTED = {
 
 # The diff of dppo.py's loop
 LOOP = """
-     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+     parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 +    if args.correction_level == "sequence" and args.correction not in ("tis", "mis"):
 +        raise BadInput(f"--correction_level sequence: is for tis and mis, not {args.correction}")
 +    if not args.w_low <= 1 <= args.w_high:  # w of engines that agree

@@ -105,7 +105,6 @@ class EightBits:
         return apart, sum(master.abs().sum() for _, master in pairs)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "rounding": "8-bit weights: distance from their masters (share)",
     "sampler_gap": "mean |log π_old - log μ| (nats per token)",

@@ -29,7 +29,7 @@ Base file: grpo.py. Differs from it in:
 1. The mean over all tokens of the mini-batch instead of the mean of response means.
 2. ε 0.2 / 0.28.
 3. No KL term, no reference model.
-The loop is sapo.py's, which is grpo.py's without a reference model.
+Loop: sapo.py's, which is grpo.py's without π_ref.
 
 Run it:
     torchrun -m variants.justrl                             # laptop, 2 to 4 minutes, no download
@@ -64,7 +64,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -77,7 +77,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 

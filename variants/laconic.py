@@ -27,8 +27,8 @@ of λ uses the length without this clip, because the clipped cost is never negat
 could only rise. If the ceiling Λ is below B / (limit - B), every right answer stays worth more than
 any wrong one.
 
-In a group of equal verdicts the z-score cancels λ. Its advantages are the advantages of -c for any
-λ > 0, but GRPO learns nothing from such a group. With a large η, price and policy oscillate.
+In a group of equal verdicts, whose advantages are 0 in GRPO, the z-score cancels λ: for any λ > 0,
+however small, they are the z-scores of -c. With a large η, price and policy oscillate.
 
 On the embedded task a right answer needs its tokens. With the defaults λ rises to Λ, and length and
 accuracy stay as in GRPO. In the second command the price outweighs answers: lengths swing between 8
@@ -111,7 +111,6 @@ class Budget:
         }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "charged": "reward paid for length, mean",
     "price": "λ, the price of length",
@@ -124,8 +123,8 @@ LOOP = """
      reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 +    budget = Budget(args, world)
 
--    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-+    # What else a checkpoint holds: each has a state_dict.
+-    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
++    # Other objects to save in a checkpoint (each has a state_dict).
 +    parts = {"engine": engine, "budget": budget}
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]

@@ -28,7 +28,7 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 The second term is 0 at π_proxy and pulls up below it, more strongly the further a token has fallen.
 With nothing filtered out, Â = -1 and β = 1, the weight is -r + 1/r - 1, which is 0 at r = 0.62. So
 such a token, left alone, falls to three fifths within a rollout and no further. On-policy the term
-is small: at r = 1 it is the filtered probability over the rest.
+is small: at r = 1 it is f/(1-f), where f is the probability that was filtered out.
 
 How does this differ from a clip? PPO's clip would end the fall at 0.8, but it only stops pushing,
 so other tokens can still drag a token down. The regulariser pulls it back. The authors' clip has no
@@ -36,9 +36,9 @@ lower bound (ε_low = 1), so only the regulariser acts.
 
 Base file: justrl.py. Differs from it in:
 1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
-2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
+2. ε_low = 1, ε_high = 9: in effect r <= 10 if Â > 0, and no bound if Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
-The loop is stapo.py's, which has this pass, with the diff below.
+Loop: stapo.py's, which has this pass, with the diff below.
 
 Run it:
     torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
@@ -124,7 +124,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     log_ratio = log_proxy_ratio(logp, batch)  # [n, T]
@@ -146,7 +146,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
@@ -164,8 +163,8 @@ LOOP = """
 +            old = all_logprobs(policy, minibatch, args, world, readout)
 +            minibatch.old_logp, minibatch.proxy_logp = old.logp, old.statistic  # [n, T], [n, T]
 
--            # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
-+            # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
+-            # A pass over every mini-batch, the first too, without gradient: p and H, for τ_h.
++            # A pass over every mini-batch, on all ranks, without gradient: π_θ, for δ.
 """
 advantages = stapo.advantages
 main = loop_of(stapo, globals(), LOOP)
@@ -185,6 +184,6 @@ if __name__ == "__main__":
 # 4. ρ is 0.05 here; the paper has 0.01 at 14B and 0.005 at 32B. A mini-batch here has a few hundred
 #    negative-advantage tokens, so 0.01 of them are two to five tokens, most of them noise by κ.
 # 5. The authors' README shows on-policy runs, with one optimiser step per rollout (the header's
-#    second command). There r = 1, and the term is only the filtered probability over the rest.
+#    second command). There r = 1, and the term is only f/(1-f), as in the header.
 #
 # Loss, proxy, constants and sizes are from the authors' code; the paper's formula is second hand.

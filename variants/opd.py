@@ -17,8 +17,9 @@ Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / �
     Â_t = β (log π_T(y_t) - log π_θ(y_t)) + α Â_i
     Â_i = (R_i - mean R) / std R
 
-π_T is the teacher, μ the sampler, and sg[x] is x without gradient. By default α is 0:
-training uses no reward and compares no group. The verifier still runs, so the metrics show rewards.
+π_T is the teacher (column `teacher_logp`), μ the sampler, and sg[x] is x without gradient. By
+default α is 0: training uses no reward and compares no group. The verifier still runs, so the
+metrics show rewards.
 
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
@@ -143,7 +144,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}
 
 

@@ -6,7 +6,7 @@ RLVR", 2026, arXiv 2602.12642.
 The problem: a curriculum should choose prompts that the model solves half the time (goldilocks.py
 says why), but how hard a prompt is has to be predicted by a model of its own.
 
-The idea: take a loss that needs this number anyway. Max E[R] - β KL(π_θ ‖ π_old) has one answer,
+The idea: take a loss that needs this number anyway. E[R] - β KL(π_θ ‖ π_old) has one maximum,
 π* = π_old exp(R/β) / Z: every response at its old probability times exp(R/β). Trajectory balance
 asks each single response to agree with that. For this it needs Z, the partition function of the
 prompt, and Z says how hard the prompt is.
@@ -21,7 +21,7 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
 
-All squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this is 1 + p
+All squares are 0 only if π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this Z is 1 + p
 (exp(1/β) - 1), where p is the probability of a right answer. So log Z has to be learned together
 with π_θ.
 
@@ -181,7 +181,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return {"anchor_kl": (-args.anchor * log_ratio(logp, batch).sum(), len(logp))}
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
 
 

@@ -3,8 +3,8 @@ r"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
 Schulman et al., "Proximal Policy Optimization Algorithms",
 2017, arXiv 1707.06347.
 
-The problem: a policy gradient has to compare what came with what could be expected, if possible
-after each token. GRPO's group says only what to expect of a whole response.
+The problem: a policy gradient has to compare the reward that came with the expected reward, if
+possible after each token. GRPO's group only says what to expect of a whole response.
 
 The idea: train a second model, the critic, to predict the reward that is still to come after each
 token. A token's advantage is how much better things look after it than before it.
@@ -84,7 +84,7 @@ class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; R1: 10)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
     gamma: PositiveShare = 1.0
@@ -120,7 +120,7 @@ def advantages(
     """Return GAE's advantages Â (arXiv 1506.02438) and the critic's targets Â + V: two `[N, T]`.
 
     `rewards`, `values` and `mask` are `[N, T]`; `lam` is one number, or `[N]`, one for each row.
-    Places with mask 0 are no steps: after a response, or in text that the policy did not write.
+    Positions with mask 0 (padding, or text that the policy did not write) are not steps.
     """
     A = torch.zeros_like(values)  # [N, T]
     ahead = values.new_zeros(len(values))  # [N]: Â of the next token
@@ -291,7 +291,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.token_advantages  # [n, T]: one advantage for each token
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
     # gradient, so that it can come back.
@@ -305,7 +305,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return clip_shares(logp, batch, args.clip_low, args.clip_high, A=A)
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
@@ -360,7 +359,7 @@ LOOP = """
 -                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
 -                    minibatch.put(rows, old_logp=micro.old_logp)
 
--            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+-            if first:  # stop if sampler (μ) and trainer (π_old) are far apart: one must be wrong
 -                means.add(**run.check_sampler(minibatches))
 
 -            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)

@@ -3,7 +3,7 @@ r"""The recipe: five layers that work together, each with a flag.
 Parts of six papers (their files say which), on the base of He et al., "JustRL: Scaling a 1.5B LLM
 with a Simple RL Recipe", 2025, arXiv 2512.16649.
 
-The problem: the methods of this repository change different places of a step. Their papers test
+The problem: the methods of this repository change different parts of a step. Their papers test
 each one alone, so we do not know what they do together.
 
 The idea: build one loop in which each of them is a layer that a flag switches off.
@@ -20,7 +20,7 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     min(w, 8) I M r Â    or    min(w, 8) F r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-π_old are the weights when the batch is due, μ the weights that sampled it. b is vcpo.py's baseline,
+π_old is the policy when the batch is due, μ the policy that sampled it. b is vcpo.py's baseline,
 or the mean. T_main and T_branch count the tokens with I = 1. sg[x] is x without gradient. These
 are the layers:
 
@@ -41,9 +41,9 @@ quantile is over main rows and branches. The w of a branch is computed from its 
 its prefix. Only groups of main rows use b; a branch is compared with the plain mean of its
 siblings.
 
-Differs from grpo.py in:
+Base file: grpo.py. Differs from it in:
 1. The five layers; no KL term, no reference model.
-The whole loop is in this file.
+Loop: its own, in full in this file.
 
 Run it:
     torchrun -m variants.recipe                             # laptop, some minutes, no download
@@ -94,7 +94,7 @@ class Args(justrl.Args):  # <own>
     tau_p: Share = 0.002  # <own>
     """stapo: a token below this probability may be spurious (paper)."""
     entropy_rule: Literal["all", "candidates"] = "all"  # <own>
-    """stapo: whose entropies τ_h is a quantile of (see stapo.py)."""
+    """stapo: tokens over which the quantile τ_h is taken (see stapo.py)."""
     entropy_quantile: Share = 0.8  # <own>
     """stapo, all: the quantile (paper, versions 1 to 3)."""
     candidate_quantile: Share = 0.75  # <own>
@@ -135,11 +135,11 @@ class Args(justrl.Args):  # <own>
     """Layer 5, k: batches trained between sampling a batch and training on it; 0: none (our choice;
     with four mini-batches this is eight updates, as in vcpo.py)."""
     is_cap: Positive = 8.0  # <own>
-    """Largest weight of a response in the loss (paper); ESS uses the uncut weights."""
+    """Cap of a response's importance weight in the loss (paper); ESS uses the uncapped weights."""
     ess_scaling: bool = True  # <own>
-    """With a lag: lower the learning rate by the square root of the effective sample size."""
+    """With a lag: multiply the learning rate by sqrt(ρ/ρ_on), if the ESS ratio ρ is below ρ_on."""
     rho_on: Positive = 1.0  # <own>
-    """ESS ratio from which the learning rate has its full value (paper: 1)."""
+    """ρ_on: ESS ratio from which the learning rate has its full value (paper: 1)."""
     optimal_baseline: bool = True  # <own>
     """With a lag: subtract b (see vcpo.py); False: the group's mean."""
 
@@ -206,14 +206,14 @@ def counted(args: Args, kept: Tensor) -> Tensor:
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the sum of the loss over the n rows of `batch`, and the count to divide it by.
 
-    A row is one response of up to T tokens. `Rollout` lists the columns of `batch`; `logp [n, T]`
-    is log π_θ, with gradient. The caller adds up the sums and counts of all micro-batches and ranks
-    and divides once. Dividing in each would give the tokens of a small micro-batch more weight.
+    A row is one response of up to T tokens; `logp [n, T]` is log π_θ, with gradient. The columns of
+    `batch` that files share are listed in `Rollout`. The caller sums over micro-batches and ranks
+    and divides once: a mean of means would give the rows of a small micro-batch more weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     if args.tokens == "maspo":
         objective = gates(args, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
     else:
@@ -234,7 +234,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient. Nothing trains on them."""
+    """Return metrics of the loss, pairs (sum, count) without gradient."""
     # <own>
     mask = batch.mask  # [n, T]
     if args.tokens == "maspo":
@@ -254,7 +254,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
 
 
 # <own>
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {
     "layers_acted": "how many layers acted in the step",
     "branches_used": "branches in the batch",
@@ -287,7 +287,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     # <own>
     stale = Stale(args, world)
-    # What else a checkpoint holds: each has a state_dict.
+    # Other objects to save in a checkpoint (each has a state_dict).
     parts = {"engine": engine, "stale": stale}
     if curriculum:
         parts["curriculum"] = curriculum
@@ -377,7 +377,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -390,7 +390,7 @@ def main(args: Args, world: World) -> None:
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
-                # With a count of 0 nothing is logged.
+                # Without --ess_scaling the count of lr_damping is 0, so it is not logged.
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
@@ -407,7 +407,7 @@ def main(args: Args, world: World) -> None:
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving: a kill must not lose this line
+        run.log(step, metrics, minibatches)  # before saving, so that a killed run keeps this line
         if run.due(step, args.save_every):
             save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:

@@ -114,7 +114,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return grpo.measures(args, logp, batch) | {"damped": (damped.sum(), size.sum())}
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "damped": "advantages taken away (share of Σ |Â|)",
     "outlier_share": "outliers (share of responses)",

@@ -1,4 +1,4 @@
-"""A task file (docs/yours.md): the embedded arithmetic, with part marks for every right step.
+"""A task file (docs/yours.md): the embedded arithmetic, with a partial reward for every right step.
 
 In training the answer is the whole worked solution, and the reward is the share of its steps that
 the response has right. The final number counts as a step. Held-out responses are right or wrong.

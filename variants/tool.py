@@ -28,7 +28,7 @@ A call *fails* if the tool raises, takes too long or returns no text. This is no
 fault. If it costs the reward, the policy unlearns to call (docs/results.md). So by default the
 policy reads an error text and goes on.
 
-Differs from grpo.py in:
+Base file: grpo.py. Differs from it in:
 1. `Turns`, an engine with a tool. The mask of its rows has holes where the tool wrote.
 2. `advantages_without`, for `--failed_call drop`. A dropped response has Â = 0. It stays in the
    average and under the KL term.
@@ -216,7 +216,6 @@ class Turns:
         return going
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {"calls": "calls of the tool per response", "clip_share": "tokens clipped (share)"}
 
 

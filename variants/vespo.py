@@ -56,13 +56,13 @@ from variants import justrl, loop_of, Trunk
 @dataclass
 class Args(Trunk):
     k_pos: Exponent = 2.0
-    """k where Â >= 0 (authors' code)."""
+    """k if Â >= 0 (authors' code)."""
     lambda_pos: Exponent = 3.0
-    """λ where Â >= 0: φ is largest at W = k / λ (authors' code)."""
+    """λ if Â >= 0: φ is largest at W = k / λ (authors' code)."""
     k_neg: Exponent = 3.0
-    """k where Â < 0 (authors' code)."""
+    """k if Â < 0 (authors' code)."""
     lambda_neg: Exponent = 2.0
-    """λ where Â < 0 (authors' code)."""
+    """λ if Â < 0 (authors' code)."""
 
 
 def log_weight(logp: Tensor, batch: Rollout) -> Tensor:
@@ -102,7 +102,6 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     }
 
 
-# Metrics that show the method at work. If the first is 0 at every step, the method never acted.
 ACTED = {
     "reshaped": "mean |φ - 1|, φ the weight of a response",
     "weight_max": "largest W, before φ",

@@ -98,7 +98,7 @@ class TokenLogprobs(torch.autograd.Function):
     """The function log softmax(head's logits)[targets], with the `readout`'s statistic.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. With K tokens at each place, targets and logp are `[M, K]`, and the readout gets
+    both float32. With K tokens per position, targets and logp are `[M, K]`, and the readout gets
     the first token.
     """
 

@@ -2,7 +2,7 @@
 
 A backward pass gives the sum of all g_i, but layer by layer it also gives the terms of each g_i. At
 the weight of a linear map y = W x, response i has the gradient Σ_s d_s x_sᵀ: d_s is the gradient at
-y, and s runs over the places of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the
+y, and s runs over the positions of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the
 embedding, d_s is added to the row of token s. The square of each part is added to |g_i|², and the
 part is dropped, so the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799;
 for Transformers Li et al. 2021, arXiv 2110.05679.)
@@ -109,7 +109,7 @@ class HeadPart:
         self.lm = lm
         self.micro = micro
         self.head = head_of(lm, temperature)
-        # The head's gradient in the row of each place's token. If embedding and head share their
+        # The head's gradient in the row of each position's token. If embedding and head share their
         # weight, the embedding needs it, which the backward pass reaches last.
         self.at_tokens: Tensor | None = None  # [n, S, H]
 
@@ -121,7 +121,7 @@ class HeadPart:
         self.at_tokens = torch.zeros_like(hidden)
         for row, prompt_len in enumerate(micro.prompt_len.tolist()):
             gradient = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]: for one response
-            x = hidden[row, prompt_len - 1 :]  # [T, H]: at the places that predict its tokens
+            x = hidden[row, prompt_len - 1 :]  # [T, H]: at the positions that predict its tokens
             tokens = micro.tokens[row, : len(x), None]  # [T, 1]
             ones = micro.mask[row, : len(x), None]  # [T, 1]
             steps = torch.arange(len(tokens), device=hidden.device)  # [T]
@@ -136,14 +136,14 @@ class HeadPart:
 
 def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: Tensor) -> Tensor:
     """Compute the embedding's part of |g_i|² `[n]`. A token's row adds up the gradients d
-    `[n, S, H]` of all places `[n, S]` with this token, and the head's gradient if it is tied."""
+    `[n, S, H]` of all positions `[n, S]` with this token, and the head's gradient if it is tied."""
     if embedding.padding_idx is not None:  # autograd gives this row no gradient
         d = d * (tokens != embedding.padding_idx)[..., None]
     same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
-    row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
+    row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each position's row
     if head.lm.lm_head.weight is embedding.weight:
         # The one weight has two gradients, b = `row` and the head's, a = `at_tokens`. HeadPart has
-        # counted |a|². |a + b|² still lacks b (b + 2a), and b sums d over places.
+        # counted |a|². |a + b|² still lacks b (b + 2a), and b sums d over positions.
         row = row + 2 * head.at_tokens
     return (d.float() * row.float()).sum((1, 2))
 
@@ -176,7 +176,7 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
 
 
 def norm_part(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """Compute |Σ_s d_s ⊙ x̂_s|² `[n]` over places and heads, with x̂ = x / sqrt(mean x² + ε).
+    """Compute |Σ_s d_s ⊙ x̂_s|² `[n]` over positions and heads, with x̂ = x / sqrt(mean x² + ε).
 
     x and d are `[n, ..., H]`.
     """

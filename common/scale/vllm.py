@@ -156,7 +156,7 @@ class VLLMEngine:
         columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
         for row, output in enumerate(outputs):
             columns["tokens"].append(list(output.token_ids))
-            # At each place the sampled token comes first, then the most likely ones.
+            # At each position the sampled token comes first, then the most likely ones.
             reported = torch.tensor(output.logprobs.logprobs).view(-1, 1 + self.top)
             columns["logps"].append(reported[:, 0])  # [tokens]
             if self.top:

@@ -1,11 +1,11 @@
 """Why does training fall? One fall is forked: each fork has the same weights and one change.
 
-grpo.py falls with 16 updates a batch and three times its learning rate. Each fork goes back to the
+grpo.py falls with 16 updates a batch and three times its learning rate. A fork goes back to the
 checkpoint after step 5 (the fall begins) or 15 (it is under way), changes one thing, and trains
 until step 40. With `--resume --back_to` it keeps Adam's moments, π_ref and the order of the
 prompts. A fork named *loaded* changes what cannot change on resume, so it starts a new run from the
-weights alone, and has its own control, `loaded: none`. *Watched* runs begin at step 0 and are
-measured after some updates of each rollout (labs/fall/watch.py).
+weights alone, and has its own control, `loaded: none`. The arms of MEANS train eight runs from one
+model and measure the mean of their weights (labs/fall/mean.py).
 
     python -m labs.fall
 """
@@ -22,67 +22,90 @@ import numpy as np
 from checks.files import ROOT
 
 from labs import lab
-from labs.fall.watch import AFTER, MEASURED
+from labs.fall.mean import DISTANCES, SCORED, SHUFFLED
 
-TITLE = "At nine times the rate an update moves the policy 4 to 100 times as far, clip or not"
+TITLE = "Eight runs fall, the mean of their weights does not: noise carries the weights away"
 FALL = "--minibatches 16 --lr 9e-4"
 MEASURE = "--eval_every 5 --eval_samples 1"
 FREE = "--clip_low 1e9 --clip_high 1e9"
 RATE = "args.lr * min(1.0, step / max(1, args.warmup))"
 DECAYED = "args.lr * (1 - step / args.steps)"  # linear, 0 at the last step
 ADAMW = "torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)"
+SGD = "torch.optim.SGD(policy.parameters(), args.lr)"
 SPLIT = "rollout.split(args.minibatches)"
-SAME = "none"
+SAME, SHUFFLE = "none", "rewards shuffled"
 
-# Flags (the last value of a flag wins), a line of grpo.py and what it becomes, and the accuracies
-# at step 40 that we predicted for forks from POINTS (commit ed73bcd7).
+# Flags (the last value of a flag wins), and a line of grpo.py and what it becomes.
 RESUMED = {
-    SAME: ("", None, 0.20, 0.20),
-    "a third of the rate": ("--lr 3e-4", None, 0.90, 0.70),
-    "a third of the rate, no upper clip": ("--lr 3e-4 --clip_high 10", None, 0.90, 0.70),
-    "one update a batch": ("--minibatches 1", None, 0.90, 0.80),
-    "four updates of 32 responses": ("--minibatches 4", None, 0.75, 0.55),
-    "clip at 5%": ("--clip_low 0.05 --clip_high 0.05", None, 0.40, 0.25),
-    "no clip": (FREE, None, 0.15, 0.15),
-    "ten times the KL term": ("--beta 0.1", None, 0.45, 0.35),
-    "no KL term": ("--beta 0", None, 0.05, 0.03),
-    "gradient clip 0.1": ("--grad_clip 0.1", None, 0.35, 0.25),
-    "β2 0.999": ("--betas 0.9 0.999", None, 0.20, 0.15),
-    "the rate falls to 0": ("", (RATE, DECAYED), 0.70, 0.50),
-    "four updates of 8 responses": ("", (SPLIT, f"{SPLIT}[:4]"), 0.60, 0.45),
+    SAME: ("", None),
+    "a third of the rate": ("--lr 3e-4", None),
+    "a third of the rate, no upper clip": ("--lr 3e-4 --clip_high 10", None),
+    "one update a batch": ("--minibatches 1", None),
+    "four updates of 32 responses": ("--minibatches 4", None),
+    "clip at 5%": ("--clip_low 0.05 --clip_high 0.05", None),
+    "no clip": (FREE, None),
+    "ten times the KL term": ("--beta 0.1", None),
+    "no KL term": ("--beta 0", None),
+    "gradient clip 0.1": ("--grad_clip 0.1", None),
+    "β2 0.999": ("--betas 0.9 0.999", None),
+    "the rate falls to 0": ("", (RATE, DECAYED)),
+    "four updates of 8 responses": ("", (SPLIT, f"{SPLIT}[:4]")),
 }
 LOADED = {
-    SAME: ("grpo.py", None, None),
-    "no KL term": ("grpo.py --beta 0", None, None),
-    "four times the prompts": ("grpo.py --prompts_per_step 64", 0.80, 0.65),
-    "new prompts for every update": ("grpo.py --prompts_per_step 1 --minibatches 1", 0.20, 0.15),
-    "plain SGD, steps of 0.3 at most": ("grpo.py --lr 0.3", 0.60, 0.40),
-    "plain SGD, steps of 0.055 at most": ("grpo.py --lr 0.055", None, None),
-    "GSPO": ("gspo.py", 0.55, 0.40),
-    "SAPO": ("sapo.py", 0.10, 0.05),
-    "STAPO": ("stapo.py", 0.15, 0.15),
-    "MASPO": ("maspo.py", 0.10, 0.05),
-    "CISPO": ("-m variants.cispo", 0.10, 0.05),
-    "DPPO's mask": ("-m variants.dppo", 0.25, 0.20),
-    "MiniRL": ("minirl.py", 0.30, 0.20),
+    SAME: "grpo.py",
+    "no KL term": "grpo.py --beta 0",
+    "four times the prompts": "grpo.py --prompts_per_step 64",
+    "new prompts for every update": "grpo.py --prompts_per_step 1 --minibatches 1",
+    "plain SGD, steps of 0.3 at most": "grpo.py --lr 0.3",
+    "plain SGD, steps of 0.055 at most": "grpo.py --lr 0.055",
+    "GSPO": "gspo.py",
+    "SAPO": "sapo.py",
+    "STAPO": "stapo.py",
+    "MASPO": "maspo.py",
+    "CISPO": "-m variants.cispo",
+    "DPPO's mask": "-m variants.dppo",
+    "MiniRL": "minirl.py",
 }
-SGD = "torch.optim.SGD(policy.parameters(), args.lr)"
+# From step 5 only. RULE has forks by rate × √updates, rows, and the updates of a batch, columns.
+NOISE = {
+    SHUFFLE: ("", (SCORED, SHUFFLED)),
+    "no momentum": ("--betas 0 0.95", None),
+    "no momentum, a quarter of the rate": ("--betas 0 0.95 --lr 2.1e-4", None),
+}
+UPDATES = (1, 4, 16)
+RULE = {"9e-4": (9e-4, 4.5e-4, 2.25e-4), "1.8e-3": (1.8e-3, 9e-4, 4.5e-4)}
+RULE["3.6e-3"] = (3.6e-3, 1.8e-3, 9e-4)
+HAD = {(1, 9e-4): "one update a batch", (4, 9e-4): "four updates of 32 responses", (16, 9e-4): SAME}
+for rates in RULE.values():
+    for fork in zip(UPDATES, rates):
+        if fork not in HAD:
+            HAD[fork] = f"{fork[0]} updates at {fork[1]:g}"
+            NOISE[HAD[fork]] = ("--minibatches {} --lr {:g}".format(*fork), None)
+FRESH = {8: 1, 32: 4, 128: 16}  # new responses an update -> prompts
+LENGTH, COUNT = 0.058, 160  # of updates
+MEANS = {"true rewards": "-m labs.fall.mean", SHUFFLE: "-m labs.fall.mean --shuffled"}
+SIZES = (1, 2, 4, 8)  # runs in a mean
 STEPS, POINTS = 40, (5, 15)
-WATCHED = {
-    "watched: the fall": FALL,
-    "watched: no clip": f"{FALL} {FREE}",
-    "watched: a ninth of the rate": "--minibatches 16 --lr 1e-4",
-}
-ARMS, DAMAGE = {}, {}
-for name, flags in WATCHED.items():
-    ARMS[name] = f"-m labs.fall.watch grpo.py --steps 16 --eval_every 1 --eval_samples 1 {flags}"
+MEANT = ("start", "each", "mean2", "mean4", "mean8", "noise", "shared", "random")
+MEANT += ("distance", "mean_distance")
+
+
+def fresh(responses: int) -> str:
+    """Name the arm with so many new responses for every update."""
+    return f"{POINTS[0]}: loaded: {responses} new responses for every update, one length"
+
+
+ARMS, DAMAGE, COLUMNS = {}, {}, {}
+for name, command in MEANS.items():
+    ARMS[f"mean: {name}"] = command
+    COLUMNS[f"mean: {name}"] = MEANT
 for point in POINTS:
-    for name, (flags, damage, *_) in RESUMED.items():
+    for name, (flags, damage) in (RESUMED | (NOISE if point == POINTS[0] else {})).items():
         fork = f"grpo.py --resume --back_to {point} --steps {STEPS} --save_every 40 --keep 8"
         ARMS[f"{point}: {name}"] = f"{fork} {MEASURE} {FALL} {flags}".strip()
         if damage:
             DAMAGE[f"{point}: {name}"] = damage
-    for name, (command, *_) in LOADED.items():
+    for name, command in LOADED.items():
         file, _, flags = command.partition(" --")
         length, often = STEPS - point, 5
         if "prompts_per_step 1 " in command:  # the same number of updates
@@ -93,25 +116,21 @@ for point in POINTS:
         ARMS[f"{point}: loaded: {name}"] = f"{fork} {measure} {FALL} {own}".strip()
         if "SGD" in name:
             DAMAGE[f"{point}: loaded: {name}"] = ADAMW, SGD
-FINE = ("greedy", "reward", "entropy", "sampler_gap", "response_len", "shows_work")
-FINE += tuple(f"{name}_{update}" for name in MEASURED for update in AFTER)
-COLUMNS = {arm: FINE if arm in WATCHED else ("greedy",) for arm in ARMS}
-SHOWN = {  # watched metrics
-    "moved_16": "|Δ log π| of fresh tokens, by one update",
-    "kl_16": "KL(π_old ‖ π_θ), nats per token",
-    "beyond_16": "tokens beyond the clip's limit (share)",
-    "entropy": "entropy (nats per token)",
-    "sampler_gap": "gap between sampler and trainer (nats)",
-    "response_len": "response length (tokens)",
-    "shows_work": "responses that show work (share)",
-    "reward": "reward",
-    "greedy": "held-out accuracy, greedy",
-}
-BACK = "tokens beyond the limit that an update brings nearer (share)"
+for responses, prompts in FRESH.items():
+    name = fresh(responses)
+    fork = f"-m labs.fall.steps --length {LENGTH} grpo.py --model FOLDER/{POINTS[0]} --warmup 0"
+    batch = f"--prompts_per_step {prompts} --minibatches 1 --steps {COUNT}"
+    ARMS[name] = f"{fork} {batch} --lr 9e-4 --eval_every 80 --eval_samples 1 --save_every 1000"
+    COLUMNS[name] = ("greedy", "update", "signal", "way")
+for arm in ARMS:
+    COLUMNS.setdefault(arm, ("greedy",))
+SHOWN = (SAME, "a third of the rate", "one update a batch", "four updates of 32 responses")
+SHOWN += ("clip at 5%", "no clip", "ten times the KL term", "no KL term", "β2 0.999")
+SHOWN += ("no momentum", "no momentum, a quarter of the rate", SHUFFLE)
+SHOWN += (f"loaded: {SAME}", "loaded: GSPO", "loaded: STAPO")
 SEEDS = 5
 SHORT = "--steps 17 --eval_problems 256"  # for a quick run, which has the arms of QUICK
-some = [SAME, "a third of the rate", f"loaded: {SAME}"]
-QUICK = [*WATCHED, *(f"{point}: {name}" for point in POINTS for name in some)]
+QUICK = [f"{POINTS[0]}: {name}" for name in (SAME, "a third of the rate", f"loaded: {SAME}")]
 LOCK, PARENTS = Lock(), TemporaryDirectory()
 
 
@@ -132,7 +151,7 @@ def parent(seed: int) -> Path:
 def before(arm: str, seed: int, folder: Path) -> None:
     """Put what a fork starts from into its folder: the parent's run, or its weights alone."""
     point, _, name = arm.partition(": ")
-    if point == "watched":
+    if point == "mean":  # makes its own
         return
     with LOCK:
         made = parent(seed)
@@ -140,96 +159,85 @@ def before(arm: str, seed: int, folder: Path) -> None:
     shutil.copytree(made / part, folder / part)
 
 
-def fork_rows(results: dict) -> list[list[str]]:
-    """Make rows with each fork's greedy accuracy at its end, from both points, and predictions."""
-    changes = RESUMED | {f"loaded: {name}": change for name, change in LOADED.items()}
-    rows = [["one change", "from step 5", "predicted", "from step 15", "predicted"]]
-    known = [name for name in changes if f"{POINTS[0]}: {name}" in results]  # a quick run has few
-    for name in known:
-        *_, early, late = changes[name]
-        row = [name]
-        for point, predicted in zip(POINTS, (early, late)):
-            runs = results[f"{point}: {name}"]
-            row.append(lab.cell([{"end": run["greedy"][-1]} for run in runs], "end"))
-            row.append("–" if predicted is None else f"{predicted:.2f}")
-        rows.append(row)
-    return rows
+def end(runs: list[dict]) -> str:
+    """Write the greedy accuracy at the end of an arm's runs."""
+    return lab.cell([{"x": run["greedy"][-1]} for run in runs], "x")
 
 
-def at(run: dict, name: str) -> dict[int, float]:
-    """Return a column's values by step, from step 1 on."""
-    return {int(step): value for step, value in zip(run[f"{name}@"], run[name]) if step > 0}
-
-
-def departure(run: dict, calm: list[dict], name: str) -> float:
-    """Find the step from which the run stays above, or below, the range of the calm runs at the
-    same steps until its end; inf if there is none."""
-    others, since, side = [at(other, name) for other in calm], np.inf, 0
-    for step, value in at(run, name).items():
-        there = [other[step] for other in others]
-        now = int(value > max(there)) - int(value < min(there))
-        if now != side:
-            since, side = step, now
-    return since if side else np.inf
-
-
-def mean_of(run: dict, name: str) -> float:
-    """Average over the measured updates of all steps. There is no `back_1`, because before the
-    first update no token is beyond the limit."""
-    columns = [f"{name}_{update}" for update in AFTER if f"{name}_{update}" in run]
-    return np.mean([np.mean(run[column]) for column in columns])
-
-
-def watched_rows(results: dict) -> list[list[str]]:
-    """Make rows with means of the watched runs, and when the fall leaves the calm runs' range."""
-    rows = [["watched", "the fall", "no clip", "a ninth of the rate", "leaves its range at step"]]
-    arms = [results[arm] for arm in WATCHED]
-    early = [[{"x": np.mean(run["moved_16"][:3])} for run in runs] for runs in arms]
-    first_steps = [lab.cell(runs, "x", ".2g") for runs in early]
-    rows.append([f"{SHOWN['moved_16']}, first 3 steps", *first_steps, "–"])
-    for name, words in SHOWN.items():
-        first = [{"x": departure(run, arms[2], name)} for run in arms[0]]
-        late = [
-            lab.cell([{"x": lab.tail(run[name], 3)} for run in runs], "x", ".2g") for runs in arms
-        ]
-        rows.append([f"{words}, last 3 steps", *late, lab.cell(first, "x", ".0f")])
-    for name, words in {"length": "length of an update", "back": BACK}.items():
-        means = [lab.cell([{"x": mean_of(run, name)} for run in runs], "x", ".2g") for runs in arms]
-        rows.append([words, *means, "–"])
-    return rows
+def pooled(runs: list[dict], name: str) -> list[dict]:
+    """Collect a column's values of all runs, as numbers `x`."""
+    return [{"x": value} for run in runs for value in run[name]]
 
 
 def rows(results: dict) -> list[list[str]]:
-    return [*fork_rows(results), [""] * 5, *watched_rows(results)]
+    """Make the page's tables, of the arms that have runs; a quick run has few."""
+    early, late = POINTS
+    table = [["fork", f"from step {early}", f"from step {late}"]]
+    for name in SHOWN:
+        cells = [
+            end(results[arm]) if (arm := f"{point}: {name}") in results else "–" for point in POINTS
+        ]
+        table.append([name, *cells])
+    if "mean: true rewards" not in results:
+        return table
+    table += [[""] * 3, ["mean of the weights of", *MEANS]]
+    for size in SIZES:
+        name = f"mean{size}" if size > 1 else "each"
+        cells = [lab.cell(pooled(results[f"mean: {kind}"], name), "x") for kind in MEANS]
+        table.append([f"{size} run" + "s" * (size > 1), *cells])
+    table += [[""] * 4, ["rate × √updates", *(f"{updates} a batch" for updates in UPDATES)]]
+    for product, rates in RULE.items():
+        arms = [f"{early}: {HAD[fork]}" for fork in zip(UPDATES, rates)]
+        table.append([product, *(end(results[arm]) for arm in arms)])
+    table += [[""] * 4, ["new responses an update", "accuracy", "‖θ - θ_0‖", "Σ m̂² / Σ v̂"]]
+    for responses in FRESH:
+        runs = results[fresh(responses)]
+        last = [{name: run[name][-1] for name in ("way", "signal")} for run in runs]
+        cells = [end(runs), lab.cell(last, "way"), lab.cell(last, "signal", ".3f")]
+        table.append([str(responses), *cells])
+    return table
 
 
 def draw(results: dict) -> object:
-    figure, axes = lab.sheet(TITLE, *SHOWN.values(), width=12, height=7.5, rows=3)
-    colours = dict(zip(WATCHED, (lab.ORANGE, lab.BLUE, lab.GREY)))
-    for axis, name in zip(axes, SHOWN):
-        measured = name.rpartition("_")[0] in MEASURED
-        for arm, colour in colours.items():
-            runs = results[arm]
-            if measured:
-                lab.line(axis, *after_updates(runs, name.rpartition("_")[0]), "x", colour)
-            else:
-                steps = [16 * step for step in at(runs[0], name)]
-                lines = [{"x": list(at(run, name).values())} for run in runs]
-                lab.line(axis, steps, lines, "x", colour)
-        axis.set_xlabel("optimiser steps")
-    lab.key(axes[0], {arm.removeprefix("watched: "): c for arm, c in colours.items()}, 0.02, 0.95)
+    """Draw the mean of falls, updates of one length, and what lies in which direction."""
+    panels = "The mean of eight falls", "Updates of one length", "From step 5, in three directions"
+    figure, axes = lab.sheet(TITLE, *panels, width=12, height=4.2)
+    axes[0].set_ylabel("greedy accuracy")
+    for axis in axes:
+        axis.set_ylim(0, 1)
+    if "mean: true rewards" not in results:  # a quick run
+        return figure
+    colours = dict(zip(MEANS, (lab.BLUE, lab.ORANGE)))
+    for kind, colour in colours.items():
+        runs = results[f"mean: {kind}"]
+        for size in SIZES:
+            name = f"mean{size}" if size > 1 else "each"
+            values = [number["x"] for number in pooled(runs, name)]
+            axes[0].scatter([size] * len(values), values, s=14, color=colour, alpha=0.3)
+        middles = [np.median([run[f"mean{n}" if n > 1 else "each"] for run in runs]) for n in SIZES]
+        axes[0].plot(SIZES, middles, color=colour, linewidth=2)
+    lab.plain_ticks(axes[0], "x", SIZES)
+    axes[0].set_xlabel("runs in the mean of the weights")
+    starts = pooled(results["mean: true rewards"], "start")
+    axes[0].axhline(np.median([number["x"] for number in starts]), color=lab.GREY, linestyle=":")
+    lab.key(axes[0], colours | {"step 5, where they begin": lab.GREY})
+
+    ends = [[run["greedy"][-1] for run in results[fresh(responses)]] for responses in FRESH]
+    for responses, values in zip(FRESH, ends):
+        axes[1].scatter([responses] * len(values), values, s=20, color=lab.BLUE, alpha=0.4)
+    axes[1].plot(list(FRESH), [np.median(values) for values in ends], color=lab.BLUE, linewidth=2)
+    lab.plain_ticks(axes[1], "x", tuple(FRESH))
+    axes[1].set_xlabel(f"new responses in each of {COUNT} updates of length {LENGTH}")
+
+    lines = {"what two runs do not share": ("noise", lab.ORANGE)}
+    lines["the mean of eight"] = ("shared", lab.BLUE)
+    lines["a random direction"] = ("random", lab.GREY)
+    for name, colour in lines.values():
+        runs = results["mean: true rewards"]
+        lab.line(axes[2], np.array(DISTANCES), runs, name, colour)
+    axes[2].set_xlabel("distance from step 5 (‖Δθ‖)")
+    lab.key(axes[2], {words: colour for words, (_, colour) in lines.items()})
     return figure
-
-
-def after_updates(runs: list[dict], name: str) -> tuple[list[int], list[dict]]:
-    """Collect a measure after the updates of AFTER: its optimiser steps, and its values by run."""
-    steps = [int(step) for step in runs[0][f"{name}_16@"]]
-    order = [16 * (step - 1) + update for step in steps for update in AFTER]
-    lines = [
-        {"x": [at(run, f"{name}_{update}")[step] for step in steps for update in AFTER]}
-        for run in runs
-    ]
-    return order, lines
 
 
 if __name__ == "__main__":

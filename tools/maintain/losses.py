@@ -15,20 +15,17 @@ from checks.files import ALGORITHMS, PATHS, ROOT
 PAGE = ROOT / "docs" / "losses.md"
 INTRODUCTION = """# Every loss on one page
 
-This page shows each `policy_loss` under the weight that it gives to ∇ log π_θ(y_t). Most variants
-have only the weight, at the end. A loss returns a sum and the count that divides it; if a weight is
-given without the average over tokens and responses, the return line has it. `A` is the advantage Â,
-`ratio` is r = π_θ/π_old, μ is the sampler's probability, and `mask` is 1 on response tokens.
-[common/batch.py](../common/batch.py) lists the columns of `batch`, and the files explain the other
-symbols. A comment appears only the first time that its line does. [The
-checks](../checks/__init__.py) compare the files with the papers' formulas and other people's code.
+Each `policy_loss`, under the weight that it gives to ∇ log π_θ(y_t); most variants have only the
+weight, at the end. A loss returns a sum and the count that divides it; this return line has the
+average if the weight leaves it out. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ is the
+sampler's probability, and `mask` is 1 on response tokens; the files explain the rest, and
+[common/batch.py](../common/batch.py) the columns of `batch`. [The checks](../checks/__init__.py)
+compare the files with the papers' formulas and other people's code.
 
 If you have ten minutes, read GRPO, GSPO, SAPO and CISPO.
 
-A method can differ from grpo.py in its prompts and responses, the advantages, the ratio, the bound
-of a step, the average, and further terms. The headings go by the bound. [One
-table](questions.md#one-table) shows all of these for thirteen methods, and
-[variants](../variants/README.md) says what each variant changes.
+The headings go by what bounds a step. [One table](questions.md#one-table) compares thirteen methods
+in everything else too, and [variants](../variants/README.md) says what each variant changes.
 """
 WITH_CODE = "grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
 WEIGHTS = """## Other variants: the weight

@@ -1,0 +1,169 @@
+"""Train runs that fall from one model, and measure the mean of their weights.
+
+    python -m labs.fall.mean --runs 4         # two minutes on one core
+    python -m labs.fall.mean --shuffled       # eight runs without a signal
+    python -m labs.fall.mean gspo.py -- --lr 3e-4
+
+All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
+rate. Each then takes ten more such steps with a seed of its own, so with other prompts and other
+samples. FILE trains these ten steps (default: grpo.py), with the flags after `--`.
+
+`--shuffled` shuffles the advantages within each group, which removes the signal and keeps the
+noise. Each number is greedy accuracy on the held-out problems:
+
+    start      the weights that all runs share
+    each       every run's own
+    mean2, mean4, ...   means of the weights of 2 runs, of 4, ...: disjoint sets of them
+    noise      the start, moved along what two runs do not share, to the distances of DISTANCES
+    shared     the start, moved along the mean of all runs
+    random     the start, moved in a random direction
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from checks import replaced
+from checks.files import ROOT
+from common.cli import BadInput, in_one_line
+from common.data import load_task
+from common.distributed import ALONE
+from common.launch import resolve_auto
+from common.metrics import evaluate
+from common.model import load_model
+from common.rollout import make_engine
+from grpo import Args
+from safetensors.torch import load_file
+from tools import arguments
+from torch import Tensor
+
+from labs.lab import one_thread
+
+FALL = "--minibatches 16 --lr 9e-4 --save_hf --save_every 1000"
+MEASURE = "--eval_every 1000 --eval_samples 1 --eval_problems 8"  # as little as possible
+SCORED = "rollout.advantages = advantages(rewards).flatten()"
+SHUFFLED = "rollout.advantages = advantages(rewards)"
+SHUFFLED += ".gather(1, torch.rand(P, G).argsort(1)).flatten()"
+DISTANCES = (0.36, 0.73, 1.1, 1.45, 2.2, 2.9)  # ‖Δθ‖; a run of ten steps ends at about 2.9
+
+
+def train(command: str, seed: int, folder: Path, shuffled: bool = False) -> dict[str, Tensor]:
+    """Train one run in a process of its own; return its weights by name."""
+    file, *flags = command.split()
+    environment = one_thread() | {"PYTHONPATH": str(ROOT)}
+    if shuffled:
+        folder.mkdir()
+        text = replaced(ROOT / file, SCORED, SHUFFLED)
+        file = folder / Path(file).name
+        file.write_text(text, encoding="utf-8")
+    words = [file, *flags, "--seed", seed, "--run_dir", folder / "run"]
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        raise BadInput(f"{command}: {ended.stderr.splitlines()[-1]}")
+    return load_file(folder / "run/model/model.safetensors")
+
+
+class Examiner:
+    """Measures the embedded model's greedy accuracy with any weights."""
+
+    def __init__(self):
+        args = Args(eval_samples=1)
+        resolve_auto(args, ALONE, args.model)
+        lm, tokenizer = load_model(args.model, ALONE)
+        self.task, self.args = load_task(args, tokenizer), args
+        self.engine = make_engine(args, lm, ALONE)
+
+    def __call__(self, weights: dict[str, Tensor]) -> float:
+        self.engine.lm.load_state_dict(weights, strict=False)  # a tied head is not in the file
+        return evaluate(self.engine, self.task, self.args, ALONE)["greedy"]
+
+
+def mean(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Average the weights of several runs."""
+    return {name: torch.stack([run[name] for run in runs]).mean(0) for name in runs[0]}
+
+
+def moved(start: dict, direction: dict, distance: float) -> dict[str, Tensor]:
+    """Move the weights by a distance ‖Δθ‖ along a direction."""
+    scale = distance / length(direction)
+    return {name: start[name] + scale * direction[name] for name in start}
+
+
+def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Subtract weights."""
+    return {name: a[name] - b[name] for name in a}
+
+
+def length(direction: dict[str, Tensor]) -> float:
+    """Return ‖Δθ‖ over all weights."""
+    return torch.stack([part.norm() for part in direction.values()]).norm().item()
+
+
+def measure(start: dict, runs: list[dict], seed: int) -> dict[str, list[float]]:
+    """Measure the start, each run, means of their weights, and the lines from the start."""
+    greedy = Examiner()
+    found = {"start": [greedy(start)], "each": [greedy(run) for run in runs]}
+    size = 2
+    while size <= len(runs):
+        sets = [runs[first : first + size] for first in range(0, len(runs) - size + 1, size)]
+        found[f"mean{size}"] = [greedy(mean(chosen)) for chosen in sets]
+        size *= 2
+    found["distance"] = [length(minus(run, start)) for run in runs]
+    found["mean_distance"] = [length(minus(mean(runs), start))]
+    torch.manual_seed(seed)
+    directions = {
+        "noise": minus(runs[0], runs[1]),
+        "shared": minus(mean(runs), start),
+        "random": {name: torch.randn_like(weight) for name, weight in start.items()},
+    }
+    for name, direction in directions.items():
+        found[name] = [greedy(moved(start, direction, far)) for far in DISTANCES]
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__, "labs.fall.mean")
+    parser.add_argument("file", nargs="?", default="grpo.py", metavar="FILE")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the ten steps")
+    parser.add_argument("--runs", type=int, default=8, help="2 or more (default: 8)")
+    parser.add_argument("--shuffled", action="store_true", help="advantages shuffled in each group")
+    parser.add_argument("--seed", type=int, default=1, help="of the five steps (default: 1)")
+    parser.add_argument("--run_dir", type=Path, help="folder for metrics.jsonl with the numbers")
+    words = parser.parse_args()
+    if words.runs < 2:
+        parser.error(f"--runs {words.runs}: must be 2 or more")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        try:
+            start = train(f"grpo.py {FALL} {MEASURE} --steps 5", words.seed, folder / "start")
+            model = folder / "start/run/model"
+            fork = f"{words.file} {FALL} {MEASURE} --model {model} --warmup 0 --steps 10"
+            fork = " ".join([fork, *words.flags])
+            runs = []
+            for number in range(1, words.runs + 1):
+                seed = 100 * words.seed + number
+                runs.append(train(fork, seed, folder / str(number), words.shuffled))
+        except (BadInput, OSError) as error:
+            parser.error(in_one_line(error))
+    found = measure(start, runs, words.seed)
+    for name, values in found.items():
+        print(f"{name:14}", *(f"{value:.3f}" for value in values))
+    if words.run_dir:  # in the form of a training run's, which labs.lab reads
+        words.run_dir.mkdir(parents=True)
+        lines = [{"step": n, name: x} for name, xs in found.items() for n, x in enumerate(xs, 1)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (words.run_dir / "metrics.jsonl").write_text(text)
+        (words.run_dir / "summary.json").write_text("{}")
+
+
+if __name__ == "__main__":
+    main()
