@@ -34,6 +34,8 @@ group has no other such answer, the advantage is 0 (`alone`).
 The task's verifier gives a block's reward. It sees that block alone: the working up to the marker,
 or the marker and the answer. `variants/steps.py` has a reward for every right step.
 
+What bounds a step: a clip of the token's ratio.
+
 Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.

@@ -45,6 +45,8 @@ every position, also if the sampled token itself is masked. With w = π_θ/μ in
 except for masked v, where it is -π_θ(v). So the mask by itself makes a drift, which moves masked
 tokens back to μ. This drift is then all that the centring removes.
 
+What bounds a step: a bounded weight on log π.
+
 Base file: minirl.py. Differs from it in:
 1. The centring.
 2. No mask M by default. The weight is 1 by default.

@@ -27,6 +27,8 @@ rewarded.
 What is lost without the clip? The clip also kept tokens near π_old. Here nothing does until the
 next rollout. DPPO's authors see collapse where sampler and trainer differ (dppo.py).
 
+What bounds a step: a bounded weight on log π.
+
 Base file: justrl.py. Differs from it in:
 1. -log π with a detached, capped weight instead of min and clip. `--clip_low` and `--clip_high`
    only count which tokens justrl.py would drop.

@@ -29,6 +29,8 @@ The punishment grows over the last `--overlong_buffer` tokens, to half of the re
 answer. So shorter right answers score more than longer ones, and a right answer never scores less
 than a wrong one.
 
+What bounds a step: a clip of the token's ratio.
+
 Base file: justrl.py, which has the token mean and clip-higher. Differs from it in:
 1. Dynamic sampling, at most `--max_draws` rounds a step. Zero-variance groups that are left then
    stay, without gradient. The position in the stream of prompts no longer follows from the step, so

@@ -41,6 +41,8 @@ pushes back. The published loss has no cap, so the command below sets c so high 
 
 IPO (`--two_sided`, prime-rl) masks a token that is too far from μ in either direction.
 
+What bounds a step: a bounded weight on log π.
+
 Base file: minirl.py. Differs from it in:
 1. The mask: a divergence from μ instead of the ratio to π_old.
 2. Cap 20. Removed: `--no_correct_mismatch`, because the mask needs μ; `--length_norm`; and routing

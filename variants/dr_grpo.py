@@ -29,6 +29,8 @@ What does 1/std do? It gives a larger weight, 1/sqrt(p(1-p)), to prompts on whic
 nearly no samples are right. At p = 1/8 this weight is half as much again as at 1/2. The constant L
 only rescales lr, and Adam cancels that.
 
+What bounds a step: a clip of the token's ratio.
+
 Base file: grpo.py. Differs from it in:
 1. Advantages without std.
 2. A sum over tokens divided by the constant `--max_new_tokens`.

@@ -35,6 +35,8 @@ tokens contribute far more to it than the others:
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
 
+What bounds a step: the clip, and tokens left out.
+
 Base file: stapo.py. Differs from it in:
 1. The mask I: by entropy alone, for right and wrong responses; or by covariance.
 

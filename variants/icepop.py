@@ -41,6 +41,8 @@ cis bounds an error of the logits instead of w. Such an error e shifts the log-o
 w = π_old + (1 - π_old) exp(e). So the same e leaves the w of a sure token near 1. With exp(e) <= β
 the cap is β for a rare token and almost 1 for a sure one. The 0.005 is for rounding.
 
+What bounds a step: a bounded weight on log π.
+
 Base file: minirl.py. Differs from it in:
 1. PPO's min and clip on r, times a correction of w alone. The base file has -log π with min(π_θ/μ,
    5), which corrects for both at once.

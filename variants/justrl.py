@@ -25,6 +25,8 @@ Two parts are from DAPO. With the token mean, every token counts the same in a l
 a short one. With ε_high > ε_low, a token at probability 0.01 may rise to 0.0128, not only to 0.012,
 before its gradient is cut. DAPO's authors expect new behaviour from rare tokens.
 
+What bounds a step: a clip of the token's ratio.
+
 Base file: grpo.py. Differs from it in:
 1. The mean over all tokens of the mini-batch instead of the mean of response means.
 2. ε 0.2 / 0.28.

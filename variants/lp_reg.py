@@ -34,6 +34,8 @@ How does this differ from a clip? PPO's clip would end the fall at 0.8, but it o
 so other tokens can still drag a token down. The regulariser pulls it back. The authors' clip has no
 lower bound (ε_low = 1), so only the regulariser acts.
 
+What bounds a step: the clip, and tokens left out.
+
 Base file: justrl.py. Differs from it in:
 1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
 2. ε_low = 1, ε_high = 9: in effect r <= 10 if Â > 0, and no bound if Â < 0.

@@ -35,6 +35,8 @@ The advantage uses the current log π_θ, not π_old. So it goes to 0 by itself 
 approaches the teacher. There is no clip: we guess that a signal that ends at its target needs none.
 C bounds the weight of a token that was rare under the sampler.
 
+What bounds a step: a bounded weight on log π.
+
 Base file: grpo.py. Differs from it in:
 1. The teacher's difference instead of the clipped ratio and k3. π_T is loaded and run as π_ref is
    there (--offload_reference).

@@ -35,6 +35,8 @@ on one prompt.
 Should outliers be left out? An outlier need not be noise. Here 94% of them were wrong responses,
 which the paper found most useful.
 
+What bounds a step: a clip of the token's ratio.
+
 Base file: grpo.py. Differs from it in:
 1. Positive advantages times λ.
 2. Outliers get the advantage 0. They stay in the baseline, in the mean and in the KL term.

@@ -30,6 +30,8 @@ response's probability; as the response rises, φ falls: φ(2) = 0.20. For Â < 
 W = 1.5, where the response has become more likely (φ(2) = 1.08); as the response falls, φ falls:
 φ(0.5) = 0.34.
 
+What bounds a step: the response's ratio.
+
 Base file: justrl.py. Differs from it in:
 1. -log π with the detached weight φ(W) of the whole response instead of min and clip.
 

@@ -1,5 +1,4 @@
-"""Write docs/losses.md, with the code of every loss, or for most variants only the weight, on one
-page.
+"""Write docs/losses.md: the weights of all losses on one page, and the code of one of each kind.
 
 python -m tools.maintain.losses
 """
@@ -10,36 +9,35 @@ import re
 from common.records.files import write
 
 from tools import arguments
-from checks.files import ALGORITHMS, PATHS, ROOT
+from checks.files import ALGORITHMS, PATHS, ROOT, VARIANTS
 
 PAGE = ROOT / "docs" / "losses.md"
 INTRODUCTION = """# Every loss on one page
 
-Each `policy_loss`, under the weight that it gives to ∇ log π_θ(y_t); most variants have only the
-weight, at the end. A loss returns a sum and the count that divides it; this return line has the
-average if the weight leaves it out. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ is the
+One `policy_loss` of each kind, under the weight that it gives to ∇ log π_θ(y_t); of the other files
+only the weight, at the end. A loss returns a sum and the count that divides it; its return line has
+the average if the weight leaves it out. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ is the
 sampler's probability, and `mask` is 1 on response tokens; the files explain the rest, and
 [common/batch.py](../common/batch.py) the columns of `batch`. [The checks](../checks/__init__.py)
 compare the files with the papers' formulas and other people's code.
 
-If you have ten minutes, read GRPO, GSPO, SAPO and CISPO.
-
 The headings go by what bounds a step. [One table](questions.md#one-table) compares thirteen methods
 in everything else too, and [variants](../variants/README.md) says what each variant changes.
 """
-WITH_CODE = "grpo deep_grpo stapo sapo maspo cispo minirl dppo gspo vcpo".split()
-WEIGHTS = """## Other variants: the weight
+WITH_CODE = "grpo stapo sapo cispo gspo".split()  # one of each kind
+WEIGHTS = """## The others: the weight
 
 M is the clip, as above. Each file explains its other symbols and has the average and the code.
 """
-# What keeps a step from moving the policy too far?
+# What keeps a step from moving the policy too far? A variant's header says it in its own words:
+# "What bounds a step: a clip of the token's ratio."
 GROUPS = {
-    "A clip of the token's ratio": "grpo justrl dapo dr_grpo blockwise signs deep_grpo",
-    "The clip, and tokens left out": "stapo entropy20 lp_reg",
-    "A smooth gate on the token's ratio": "sapo maspo",
-    "A bounded weight on log π": "cispo minirl dppo icepop centred opd",
-    "The response's ratio": "gspo vespo vcpo",
-    "Something else": "ppo paced recipe",
+    "A clip of the token's ratio": ["grpo", "deep_grpo"],
+    "The clip, and tokens left out": ["stapo"],
+    "A smooth gate on the token's ratio": ["sapo", "maspo"],
+    "A bounded weight on log π": ["minirl"],
+    "The response's ratio": ["gspo", "vcpo"],
+    "Something else": [],
 }
 
 
@@ -97,20 +95,32 @@ def entry(name: str) -> str:
     return f"- {title}: `{' '.join(first.split())}`"
 
 
+def groups() -> dict[str, list[str]]:
+    """Return the files that have a loss of their own, by what bounds a step."""
+    found = {group: [*names] for group, names in GROUPS.items()}
+    for name in VARIANTS:
+        source = PATHS[name].read_text(encoding="utf-8")
+        said = re.search(r"^What bounds a step: (.*)\.$", source, re.MULTILINE)
+        group = said[1][0].upper() + said[1][1:] if said else "Something else"
+        if "\ndef policy_loss(" in source:
+            found[group].append(name)
+    return found
+
+
 def page() -> str:
     """Write the whole page."""
     shared = loss(PATHS["grpo"].read_text(encoding="utf-8"), [])[:-1]
     parts, weights, seen = [INTRODUCTION], [WEIGHTS], set()
-    for group, names in GROUPS.items():
-        shown = [name for name in names.split() if name in WITH_CODE]
+    for group, names in groups().items():
+        shown = [name for name in names if name in WITH_CODE]
         if shown:
             parts.append(f"## {group}\n")
         parts += [section(name, [] if name == "grpo" else shared, seen) for name in shown]
-        entries = [entry(name) for name in names.split() if name not in WITH_CODE]
+        entries = [entry(name) for name in names if name not in WITH_CODE]
         entries = [re.sub(r"^(- \[[^]:]*): [^]]*", r"\1", line) for line in entries]  # short names
         if entries:
             weights.append("\n".join([f"{group}:\n", *entries, ""]))
-    with_loss = " ".join(GROUPS.values()).split()
+    with_loss = sum(groups().values(), [])
     others = [name for name in ALGORITHMS if name not in with_loss]
     links = [f"[{n}](../{PATHS[n].relative_to(ROOT).as_posix()})" for n in others]
     what = "they change something other than the loss"
