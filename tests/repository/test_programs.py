@@ -77,7 +77,8 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 
 WRONG_CALLS = """
 labs.blank nope
-labs.fall.watch README.md
+labs.fall.mean --runs 1
+labs.fall.steps README.md
 labs.fork --seeds 0
 labs.race grpo.py nope
 labs.race nano.py
