@@ -3,32 +3,51 @@
 import json
 import re
 import shutil
+from dataclasses import fields
 
 import pytest
-from checks.files import NINE, PATHS
+from checks.files import NINE, PATHS, VARIANTS
+from common.cli import Flags
 from tools import side
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, module_of
 from tests.tools.test_browser import BROWSER, drawn
 
 PAGE = ROOT / "docs" / "side.html"
 
 
-def plain(name: str) -> list[str]:
-    """A file's lines without marks."""
-    lines = PATHS[name].read_text("utf-8").splitlines()
-    return [re.sub("  # <own>$", "", line) for line in lines if not re.match(" *# </?own>$", line)]
+def plain(name: str) -> dict[int, str]:
+    """Return a file's lines without marks, by their numbers."""
+    lines = enumerate(PATHS[name].read_text("utf-8").splitlines(), 1)
+    return {i: re.sub("  # <own>$", "", x) for i, x in lines if not re.match(" *# </?own>$", x)}
 
 
 def test_the_built_page_has_the_files_of_today():
     """Build it again after a change: python -m tools.side --out docs/side.html"""
     data = json.loads(re.search(r'id="data">(.*?)</script>', PAGE.read_text("utf-8"), re.S)[1])
     assert data == json.loads(json.dumps(side.data())) | {"overview": "index.html"}
-    for name in NINE:
-        parts = data["files"][name]["parts"]
-        assert [data["lines"][i] for part in parts.values() for i in part] == plain(name)
-        assert list(parts) == list(data["names"])  # every part of every file was found
+    for name, file in data["files"].items():
+        found = {}
+        for part, indices in file["parts"].items():
+            shown = dict(zip(file["numbers"][part], (data["lines"][i] for i in indices)))
+            shown.pop(0, None)  # lines of other files
+            source = plain(file["taken"].get(part, name))
+            assert shown == {number: source[number] for number in shown}
+            found |= shown
+        if name in NINE:
+            assert list(found) == list(plain(name))
+            assert list(file["parts"]) == list(data["names"])  # every part was found
     assert PAGE.stat().st_size <= 400_000
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_each_flag_once_and_its_own_lines(name):
+    of_all, args = ({f.name for f in fields(c)} for c in (Flags, module_of(name).Args))
+    shown = side.shown(name)["flags"]
+    flags = re.findall(r"^    (\w+): .* = ", side.text_of(shown), re.MULTILINE)
+    assert len(flags) == len({*flags}) and args - of_all <= {*flags}
+    own = side.parts_of(side.unmarked(PATHS[name].read_text("utf-8")))["flags"]
+    assert {line for line in own if line[1]} <= {*shown}
 
 
 @pytest.mark.slow
@@ -38,4 +57,4 @@ def test_both_columns_are_the_files(tmp_path):
     for pair in (("grpo", "stapo"), ("deep_grpo", "vcpo")):
         for place, name in zip("ab", pair):
             line = rf'<div class="{place}(?! none).*?</div>'
-            assert drawn(shown, f"#{','.join(pair)},policy_loss", line) == plain(name)
+            assert drawn(shown, f"#{','.join(pair)},policy_loss", line) == [*plain(name).values()]
