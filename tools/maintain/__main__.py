@@ -52,6 +52,9 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", choices=[*PROGRAMS, []], metavar="NAME")
-    sys.exit(1 if main(parser.parse_args().names or [*PROGRAMS]) else 0)
+    parser = arguments(__doc__, "tools.maintain")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(PROGRAMS)}")
+    chosen = parser.parse_args().names or [*PROGRAMS]
+    if unknown := {*chosen} - {*PROGRAMS}:
+        parser.error(f"{unknown.pop()}: is none of {', '.join(PROGRAMS)}")
+    sys.exit(1 if main(chosen) else 0)
