@@ -4,11 +4,11 @@
 
 Equal lines are folded, changed lines stand beside each other, and marks (`# <own>`) are left out.
 The page's arrow keys change the right file, and side.html#grpo,stapo,policy_loss opens one part.
-With `,alone` behind it, the page has nothing else, and no comments: for a slide or a picture.
 
-A variant has its whole loop here, and all its flags: those that it has from its base class, too.
-These lines have no number, because they are not in its file. A function that it takes from its base
-file stands as there, with that file's numbers.
+With `,alone` behind it, the page has only that part, without comments: for a slide or a picture.
+
+A variant has its whole loop and all its flags here. These parts have no line numbers, because they
+come from several files. A function of its base file stands as there, with that file's numbers.
 """
 
 import importlib
@@ -24,9 +24,9 @@ from tools.explorer import NINE
 from tools.look import write
 from tools.maintain.losses import weight
 
-Line = tuple[int, str]  # its number in the file, 0 if it is not in the file; its text
-
 TEMPLATE = Path(__file__).with_suffix(".html")
+MARK = re.compile(r" *# </?own>")
+FLAG = re.compile(r'(?s)    (\w+): [^\n]* = [^\n]*\n    """.*?"""\n')
 # A variant's diff of a loop and the call that applies it
 LOOP = re.compile(r'(?ms)^(?:# Lines of [^\n]*\n)?(?:LOOP = """.*?^"""\n)?main = loop_of\(.*?\)\n')
 # Part -> its name on the page, and where it begins: at the group, or else at the match
@@ -51,102 +51,75 @@ PARTS = {
 CALLED = ["advantages", "policy_loss", "measures"]  # what every loop calls
 
 
-def unmarked(text: str, first: int = 1) -> list[Line]:
-    """Number the lines of a text from `first`, and leave out the marks."""
-    numbered = enumerate(text.splitlines(), first)
-    return [
-        (number, line.removesuffix("  # <own>"))
-        for number, line in numbered
-        if line.strip() not in ("# <own>", "# </own>")
-    ]
-
-
-def text_of(lines: list[Line]) -> str:
-    return "".join(f"{line}\n" for _, line in lines)
-
-
-def from_elsewhere(text: str) -> list[Line]:
-    """Return the lines of a text that is not in the file, without marks and blank ends."""
-    return [(0, line) for _, line in unmarked(text.rstrip())]
-
-
-def parts_of(lines: list[Line]) -> dict[str, list[Line]]:
-    """Split a file's lines into the parts that it has. In order they are the whole file."""
-    text = text_of(lines)
+def parts_of(text: str) -> dict[str, str]:
+    """Split a file's text into the parts that it has. In order they are the whole text."""
     starts: dict[str, int] = {}
     for part, (_, pattern) in PARTS.items():
         at = max(starts.values(), default=0)
         if found := re.compile(pattern, re.MULTILINE).search(text, at):
             starts[part] = found.start(found.lastindex or 0)
-    places = [text.count("\n", 0, start) for start in starts.values()]
-    return {part: lines[a:b] for part, a, b in zip(starts, places, [*places[1:], len(lines)])}
+    ends = [*starts.values(), len(text)][1:]
+    return {part: text[a:b] for (part, a), b in zip(starts.items(), ends)}
 
 
-def by_flag(lines: list[Line]) -> dict[str, list[Line]]:
-    """Map each flag of a class to its lines without blank ones. "class" has the lines before the
-    flags, and "def" the methods after them."""
-    name = "class"
-    found: dict[str, list[Line]] = {}
-    for number, line in lines:
-        if begins := re.match(r"    (def|\w+(?=: .* = ))", line):
-            name = begins[1]
-        if line:
-            found.setdefault(name, []).append((number, line))
-    return found
-
-
-def all_flags(name: str, own: list[Line]) -> list[Line]:
+def all_flags(name: str, own: str) -> str:
     """Return a variant's flags: those of its base class in their order, with its own lines where it
     changes one, then the flags that it adds."""
-    bases = importlib.import_module(MODULES[name]).Args.__mro__[1:]
-    flags: dict[str, list[Line]] = {"class": []}
-    for base in reversed(bases[: bases.index(Flags)]):
-        flags |= by_flag(from_elsewhere(inspect.getsource(base)))
-    flags |= by_flag(own)
-    if "def" in flags:
-        flags["def"] = flags.pop("def")  # methods stay behind all flags
-    return [line for lines in flags.values() for line in lines] + [(0, ""), (0, "")]
+    flags = {}
+    for base in reversed(importlib.import_module(MODULES[name]).Args.__mro__):
+        if base not in (object, Flags):
+            flags |= {found[1]: found[0] for found in FLAG.finditer(inspect.getsource(base))}
+    places = [found.span() for found in FLAG.finditer(own)]
+    return own[: places[0][0]] + "".join(flags.values()) + own[places[-1][1] :]
 
 
-def shown(name: str) -> dict[str, list[Line]]:
+def shown(name: str) -> dict[str, str]:
     """Return a file's parts; a variant's with its loop and all its flags."""
-    source = PATHS[name].read_text("utf-8")
-    lines = unmarked(source)
-    if found := LOOP.search(text_of(lines)):
-        start, end = (text_of(lines).count("\n", 0, at) for at in found.span())
+    text = PATHS[name].read_text("utf-8")
+    if LOOP.search(text):
         loop = importlib.import_module(MODULES[name]).main.source
-        lines[start:end] = from_elsewhere(loop)
-    parts = parts_of(lines)
+        text = LOOP.sub(lambda _: loop, text)
+    parts = parts_of(text)
     if name in VARIANTS:
         parts["flags"] = all_flags(name, parts["flags"])
     return parts
 
 
-def taken(name: str, part: str) -> tuple[str, list[Line]]:
-    """Find a part that a variant does not have: return the base file that has it, and its lines."""
+def first_line(name: str, text: str) -> int:
+    """Return the number of the text's first line in the file, 0 if the file does not have it."""
+    source = PATHS[name].read_text("utf-8")
+    return source.count("\n", 0, source.index(text)) + 1 if text in source else 0
+
+
+def taken(name: str, part: str) -> tuple[str, str]:
+    """Find a part that a variant does not have: return the base file that has it, and its text."""
     base = base_of(PATHS[name]).stem
     own = shown(base)
     return (base, own[part]) if part in own else taken(base, part)
 
 
 def data() -> dict:
-    """Return all files. A line is its index in a table, because most lines are in several files."""
+    """Return all files. A line is its index in a table, because most lines are in several files; a
+    line that is only a mark is -1."""
     table: dict[str, int] = {}
+
+    def index(line: str) -> int:
+        if MARK.fullmatch(line):
+            return -1
+        return table.setdefault(line.removesuffix("  # <own>"), len(table))
+
     files = {}
     for name in (*NINE, *VARIANTS):
         source = PATHS[name].read_text("utf-8")
-        parts = shown(name)
+        parts = {part: (name, text) for part, text in shown(name).items()}
         others = {part: taken(name, part) for part in CALLED if part not in parts}
-        parts |= {part: lines for part, (_, lines) in others.items()}
+        parts |= others
         files[name] = {
             "title": source.partition('"""')[2].partition("\n")[0].rstrip("."),
             "weight": weight(source),
             "taken": {part: base for part, (base, _) in others.items()},
-            "numbers": {part: [number for number, _ in lines] for part, lines in parts.items()},
-            "parts": {
-                part: [table.setdefault(line, len(table)) for _, line in lines]
-                for part, lines in parts.items()
-            },
+            "first": {part: first_line(file, text) for part, (file, text) in parts.items()},
+            "parts": {part: [*map(index, text.splitlines())] for part, (_, text) in parts.items()},
         }
     names = {part: name for part, (name, _) in PARTS.items()}
     return {"names": names, "nine": NINE, "files": files, "lines": [*table]}

@@ -22,7 +22,7 @@ tools.compare runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.make_tiny tiny tiny-new --steps 1
 tools.make_tiny tiny tiny-long --steps 1 --task arithmetic:100
-tools.maintain spread marks walk losses
+tools.maintain --only spread marks walk losses
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
 tools.maintain.spread --dry
@@ -87,7 +87,7 @@ tools.evaluate tiny --eval_task nosuchset
 tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
-tools.maintain nope
+tools.maintain --only nope
 tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
 
