@@ -89,7 +89,7 @@ BUGS = [
     Bug(
         "sequence ratio",
         "check_fixture",
-        "Look at `clip_share`. Is a ratio of 1.2 much?",
+        "Look at the gradient norm. Is a ratio of 1.2 much?",
         "The ratio of whole responses is the sum of their log-ratios, without its root: after 25 "
         "tokens it leaves 1 ± 0.2 far sooner, and the whole response is clipped. Every token's "
         "weight lacks its 1/|y|, too: look at the gradient norm. gspo.py takes the mean.",

@@ -5,15 +5,19 @@
 Equal lines are folded, changed lines stand beside each other, and marks (`# <own>`) are left out.
 The page's arrow keys change the right file, and side.html#grpo,stapo,policy_loss opens one part.
 
-A variant has its whole loop here. A function that it takes from its base file stands as there.
+With `,alone` behind it, the page has only that part, without comments: for a slide or a picture.
+
+A variant has its whole loop and all its flags here. These parts have no line numbers, because they
+come from several files. A function of its base file stands as there, with that file's numbers.
 """
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 from checks.files import MODULES, PATHS, VARIANTS, base_of
-from common.cli import BadInput, in_one_line
+from common.cli import BadInput, Flags, in_one_line
 
 from tools import arguments, page
 from tools.explorer import NINE
@@ -21,7 +25,8 @@ from tools.look import write
 from tools.maintain.losses import weight
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-MARKS = re.compile(r"(?m)^ *# </?own>\n|  # </?own>$")
+MARK = re.compile(r" *# </?own>")
+FLAG = re.compile(r'(?s)    (\w+): [^\n]* = [^\n]*\n    """.*?"""\n')
 # A variant's diff of a loop and the call that applies it
 LOOP = re.compile(r'(?ms)^(?:# Lines of [^\n]*\n)?(?:LOOP = """.*?^"""\n)?main = loop_of\(.*?\)\n')
 # Part -> its name on the page, and where it begins: at the group, or else at the match
@@ -47,7 +52,7 @@ CALLED = ["advantages", "policy_loss", "measures"]  # what every loop calls
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """Each part that a file has, in order: together they are its text."""
+    """Split a file's text into the parts that it has. In order they are the whole text."""
     starts: dict[str, int] = {}
     for part, (_, pattern) in PARTS.items():
         at = max(starts.values(), default=0)
@@ -57,39 +62,64 @@ def parts_of(text: str) -> dict[str, str]:
     return {part: text[a:b] for (part, a), b in zip(starts.items(), ends)}
 
 
-def shown(name: str) -> str:
-    """A file's text without marks; a variant's with its loop."""
-    text = MARKS.sub("", PATHS[name].read_text("utf-8"))
+def all_flags(name: str, own: str) -> str:
+    """Return a variant's flags: those of its base class in their order, with its own lines where it
+    changes one, then the flags that it adds."""
+    flags = {}
+    for base in reversed(importlib.import_module(MODULES[name]).Args.__mro__):
+        if base not in (object, Flags):
+            flags |= {found[1]: found[0] for found in FLAG.finditer(inspect.getsource(base))}
+    places = [found.span() for found in FLAG.finditer(own)]
+    return own[: places[0][0]] + "".join(flags.values()) + own[places[-1][1] :]
+
+
+def shown(name: str) -> dict[str, str]:
+    """Return a file's parts; a variant's with its loop and all its flags."""
+    text = PATHS[name].read_text("utf-8")
     if LOOP.search(text):
         loop = importlib.import_module(MODULES[name]).main.source
-        text = LOOP.sub(lambda _: MARKS.sub("", loop), text)
-    return text
+        text = LOOP.sub(lambda _: loop, text)
+    parts = parts_of(text)
+    if name in VARIANTS:
+        parts["flags"] = all_flags(name, parts["flags"])
+    return parts
+
+
+def first_line(name: str, text: str) -> int:
+    """Return the number of the text's first line in the file, 0 if the file does not have it."""
+    source = PATHS[name].read_text("utf-8")
+    return source.count("\n", 0, source.index(text)) + 1 if text in source else 0
 
 
 def taken(name: str, part: str) -> tuple[str, str]:
-    """A part that a variant does not have: the base file that has it, and its text there."""
+    """Find a part that a variant does not have: return the base file that has it, and its text."""
     base = base_of(PATHS[name]).stem
-    own = parts_of(shown(base))
+    own = shown(base)
     return (base, own[part]) if part in own else taken(base, part)
 
 
 def data() -> dict:
-    """All files as numbers of lines, as most lines stand in several."""
+    """Return all files. A line is its index in a table, because most lines are in several files; a
+    line that is only a mark is -1."""
     table: dict[str, int] = {}
+
+    def index(line: str) -> int:
+        if MARK.fullmatch(line):
+            return -1
+        return table.setdefault(line.removesuffix("  # <own>"), len(table))
+
     files = {}
     for name in (*NINE, *VARIANTS):
-        text = shown(name)
-        parts = parts_of(text)
+        source = PATHS[name].read_text("utf-8")
+        parts = {part: (name, text) for part, text in shown(name).items()}
         others = {part: taken(name, part) for part in CALLED if part not in parts}
-        texts = parts | {part: found for part, (_, found) in others.items()}
+        parts |= others
         files[name] = {
-            "title": text.partition('"""')[2].partition("\n")[0].rstrip("."),
-            "weight": weight(text),
+            "title": source.partition('"""')[2].partition("\n")[0].rstrip("."),
+            "weight": weight(source),
             "taken": {part: base for part, (base, _) in others.items()},
-            "parts": {
-                part: [table.setdefault(line, len(table)) for line in own.splitlines()]
-                for part, own in texts.items()
-            },
+            "first": {part: first_line(file, text) for part, (file, text) in parts.items()},
+            "parts": {part: [*map(index, text.splitlines())] for part, (_, text) in parts.items()},
         }
     names = {part: name for part, (name, _) in PARTS.items()}
     return {"names": names, "nine": NINE, "files": files, "lines": [*table]}

@@ -14,9 +14,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from common.cli import BadInput, broken_rule
 from common.launch import parse
 from labs import lab
+from labs.fall.mean import length, mean, minus, moved
 from labs.stresses import SETS, Stress, together
 
 import checks
@@ -93,10 +95,13 @@ def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     for command in LABS[name].ARMS.values():
         words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
-        if file.startswith("labs."):  # a module that runs a file: `labs.fall.watch grpo.py`
+        if file == "labs.fall.mean":  # its flags are not a file's
+            continue
+        if file.startswith("labs."):  # a module that runs a file: `labs.fall.steps grpo.py`
             file = next(word for word in words if word.endswith(".py"))
-        begin = next(place for place, word in enumerate(words) if word.startswith("--"))
-        monkeypatch.setattr(sys, "argv", [file, *words[begin:]])
+        own = words[words.index(file) + 1 :]  # after a stress's name, if there is one
+        begin = next(place for place, word in enumerate(own) if word.startswith("--"))
+        monkeypatch.setattr(sys, "argv", [file, *own[begin:]])
         args = parse(module_of(re.split(r"[./]", file.removesuffix(".py"))[-1]).Args)
         assert not broken_rule(args), command
 
@@ -151,27 +156,28 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     assert run["stopped"].endswith("disagree") and run["greedy"].tolist() == [0.25]
 
 
-def test_a_watched_run_trains_as_if_nobody_watched():
-    """KL and distance grow with the updates of a rollout."""
-    words = (
-        "grpo.py --steps 2 --prompts_per_step 4 --minibatches 4 --eval_problems 4 --eval_every 2"
-    )
-    names = ("reward", "grad_norm", "greedy")
+def test_measured_updates_train_alike_and_have_their_length():
+    """Without `--length` a run is the same as an unmeasured one. With it each update has it, and
+    two updates go no further than twice as far."""
+    words = "grpo.py --steps 2 --prompts_per_step 4 --minibatches 2 --eval_problems 4"
+    names = ("reward", "grad_norm", "greedy", "update", "signal", "way")
     plain = lab.trained(words, 1, names)
-    watched = lab.trained(f"-m labs.fall.watch {words}", 1, (*names, "kl_1", "kl_4", "shows_work"))
-    for name in names:
-        assert watched[name].tolist() == plain[name].tolist()
-    assert (0 < watched["kl_1"]).all() and (watched["kl_1"] < watched["kl_4"]).all()
-    assert ((0 < watched["shows_work"]) & (watched["shows_work"] < 1)).all()
+    measured = lab.trained(f"-m labs.fall.steps {words}", 1, names)
+    for name in ("reward", "grad_norm", "greedy"):
+        assert measured[name].tolist() == plain[name].tolist()
+    assert (measured["signal"] > 0).all() and (measured["signal"] <= 1).all()
+    fixed = lab.trained(f"-m labs.fall.steps --length 0.02 {words}", 1, names)
+    assert fixed["update"] == pytest.approx(0.02, rel=1e-3) and 0 < fixed["way"][0] <= 0.0401
 
 
-def test_a_departure_is_one_that_lasts():
-    """One run is above the calm runs at step 1, among them at 2 and below them from 3 on. Another
-    never leaves."""
-    calm = [{"x@": [0, 1, 2, 3, 4], "x": [9, low, low, low, low]} for low in (1, 2)]
-    falls = {"x@": [0, 1, 2, 3, 4], "x": [9, 3, 2, 0.5, 0]}
-    departure = LABS["fall"].departure
-    assert departure(falls, calm, "x") == 3 and departure(calm[0], calm, "x") == np.inf
+def test_means_and_moves_of_weights():
+    start = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[0.0]])}
+    runs = [{"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([[2.0]])}, start]
+    middle = mean(runs)
+    assert middle["a"].tolist() == [1, 3] and middle["b"].tolist() == [[1]]
+    there = moved(start, minus(middle, start), 5.0)
+    assert length(minus(there, start)) == pytest.approx(5.0)
+    assert there["a"][0] == 1 and there["a"][1] - 2 == there["b"][0, 0]
 
 
 def test_shares_of_a_known_sum():
