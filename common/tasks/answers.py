@@ -13,10 +13,11 @@ LONGEST = 1000  # characters; longer answers are rejected, so that grading takes
 TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
 SYMBOLS = str.maketrans(TABLES["symbols"])
 NAMES, FACTORS, BOXES = TABLES["names"], TABLES["factors"], TABLES["boxes"]
-# The tags that open and close a thought; the last rows of the table know them by a word in them.
+# The tags that open and close a thought: those of known models, then any with such a word in them
 THOUGHTS = [*TABLES["thoughts"]]
 for word in TABLES["thought words"].split():
-    THOUGHTS.append([shape.replace("WORD", word) for shape in TABLES["thought shapes"]])
+    in_any_case = "".join(f"[{letter}{letter.upper()}]" for letter in word)  # fast, unlike (?i)
+    THOUGHTS.append([shape.replace("WORD", in_any_case) for shape in TABLES["thought shapes"]])
 THOUGHTS = [(re.compile(opening), re.compile(closing)) for opening, closing in THOUGHTS]
 OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
 TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], TABLES["other tags"]])
@@ -32,7 +33,7 @@ WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 # An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
-AROUND = 300  # characters before and after a box, which show whether it is alone
+AROUND = 150  # characters before and after a box, which show whether it is alone
 HERE = "7390624815"  # stands for the box
 DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
 # Words, relations, ends of clauses and what is not ASCII stand between expressions.
@@ -181,6 +182,7 @@ SPELLINGS = [  # (pattern, replacement), applied in this order
 ]
 
 
+@lru_cache(16)  # one answer is asked for several times
 def written(text: str) -> str:
     """Rewrite a text in one spelling, LaTeX in ASCII without marks at its edges, of equal value."""
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
