@@ -70,12 +70,11 @@ class Task:
 def check_precision(scores: list[float], G: int) -> None:
     """Refuse large rewards of a group that differ, but not in float32."""
     exact = torch.tensor(scores, dtype=torch.float64).view(-1, G).sort(dim=1).values  # [P, G]
-    above, gap = exact[:, 1:], exact.diff()  # [P, G-1]
-    lost = (above.abs() >= 2**24) & (gap > 1e-13 * above.abs()) & (exact.float().diff() == 0)
+    sizes = exact[:, 1:].abs()  # [P, G-1]
+    lost = (sizes >= 2**24) & (exact.diff() > 1e-13 * sizes) & (exact.float().diff() == 0)
     if lost.any():
-        low = (above - gap)[lost][0]
-        both = f"the rewards {low:.15g} and {above[lost][0]:.15g} of a group are equal"
-        raise RunStopped(f"{both} in float32: let `reward` subtract what all rewards share")
+        some = f"rewards of a group near {exact[:, 1:][lost][0]:.15g} differ, but not in float32"
+        raise RunStopped(f"{some}: let `reward` subtract what they have in common")
 
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
@@ -88,12 +87,12 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     if not len(rollout):
         return []  # of no rows, transformers would make one empty text
     added = tokenizer.added_tokens_decoder.items()
-    unread = {n for n, token in added if token.special and not re.search(TAG, token.content)}
+    unread = {n for n, token in added if token.special and not re.search(TAG, token.content, re.I)}
     rows = [[n for n in row if n not in unread] for row in rollout.response_ids()]
     starts = (rollout.prompt_len - rollout.prefix_len)[:, None]  # [N, 1]
     last = starts + torch.arange(-64, 0, device=starts.device)  # [N, 64]: the prompts' last tokens
     ends = tokenizer.batch_decode(rollout.sequences.gather(1, last.clamp(min=0)))
-    opened = [re.search(rf"(?:{OPENING}|)\s*$", end)[0].strip() for end in ends]
+    opened = [re.search(rf"(?:{OPENING}|)\s*$", end, re.I)[0].strip() for end in ends]
     return [tag + text for tag, text in zip(opened, tokenizer.batch_decode(rows))]
 
 
@@ -103,10 +102,10 @@ def name_unknown_tags(tokenizer: Tokenizer) -> None:
     tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
     seen = set(re.findall(TABLES["like a thought"], f"{tokens} {tokenizer.chat_template}"))
     known = "|".join(tag for pair in TABLES["thoughts"] for tag in pair)
-    unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag))
+    unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
     if unknown and os.environ.get("RANK", "0") == "0":
-        how = "seems to mark thoughts, but the table in common/tasks/symbols.json lacks it"
-        say(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl for what is judged")
+        how = "may mark thoughts, and common/tasks/symbols.json does not list them"
+        say(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
 
 
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:

@@ -13,12 +13,10 @@ LONGEST = 1000  # characters; longer answers are rejected, so that grading takes
 TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
 SYMBOLS = str.maketrans(TABLES["symbols"])
 NAMES, FACTORS, BOXES = TABLES["names"], TABLES["factors"], TABLES["boxes"]
-# The tags that open and close a thought: those of known models, then any with such a word in them
-THOUGHTS = [*TABLES["thoughts"]]
-for word in TABLES["thought words"].split():
-    in_any_case = "".join(f"[{letter}{letter.upper()}]" for letter in word)  # fast, unlike (?i)
-    THOUGHTS.append([shape.replace("WORD", in_any_case) for shape in TABLES["thought shapes"]])
-THOUGHTS = [(re.compile(opening), re.compile(closing)) for opening, closing in THOUGHTS]
+# The tags that open and close a thought: those of known models, then any whose name says so
+THOUGHTS = []
+for opening, closing in TABLES["thoughts"] + TABLES["thoughts by name"]:
+    THOUGHTS.append((re.compile(opening, re.IGNORECASE), re.compile(closing, re.IGNORECASE)))
 OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
 TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], TABLES["other tags"]])
 # A box and its brace, or the content of a box without braces

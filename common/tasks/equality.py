@@ -34,10 +34,6 @@ OPTION = re.compile(rf"\(?([A-J])(?:\)|\s?[.:]\s|$)\s*(?!{SECOND})(.*)")
 # Products in which the order may matter: of points, digits or matrices
 CAPITALS = r"(?:[A-Z](?:\^\{?(?:-1|T)\}?)?){2,}"
 DECIMAL_COMMA = r"-?(?:\d+,(?!\d{3}$)|0,)\d+"
-SAME = {}  # a text without spaces: another of the same meaning
-for meaning, texts in TABLES["same"].items():
-    for text in texts.split("|"):
-        SAME[text.replace(" ", "")] = meaning.replace(" ", "")
 # Compared only as texts: words, times, ratios of three, derivatives, and what has dots; dates,
 # scores (3-2), formulas and labels (CO2), because they are not sums or products.
 LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
@@ -71,9 +67,8 @@ def equal(gold: str, answer: str) -> bool:
         said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
         small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
         return not differ and (equal(share, said_share) or (not small and equal(value, said)))
-    if re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
-        return False
-    if re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer):
+    capitals = re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer)
+    if capitals or re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
         return False
     return same(expression_of(gold), expression_of(answer))
 
@@ -102,7 +97,7 @@ def as_text(text: str) -> str:
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
     text = re.sub(r"(?<!\d) | (?!\d)", "", text)
-    return SAME.get(text.lower(), text)
+    return TABLES["same"].get(text.lower(), text)
 
 
 def close(gold: Number, answer: Number) -> bool:

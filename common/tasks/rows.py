@@ -108,15 +108,21 @@ def rows_of(
                 unanswered.append(number)
             else:
                 rows.append((prompt, answer))
-    if not rows:
-        raise BadInput(f"{spec}: holds no problem with an answer that a response can earn")
-    if unanswered and os.environ.get("RANK", "0") == "0":
-        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
-        first = ", ".join(map(str, unanswered[:3]))
-        say(f"{spec}: left out {left_out}, whose answer no response can earn; the first: {first}")
+    tell_unanswered(spec, "left out", unanswered, len(unanswered) + len(rows))
     if firsts is not None:
         firsts.extend(kinds.values())
     return rows
+
+
+def tell_unanswered(spec: str, what: str, rows: list, number: int) -> None:
+    """Say that `what` happens to rows, of `number`, without an answer that a response can earn, and
+    name the first three. Refuse them if all rows are such."""
+    without = "without an answer that a response can earn"
+    if len(rows) == number:
+        raise BadInput(f"{spec}: {number} of {number} rows are {without}")
+    if rows and os.environ.get("RANK", "0") == "0":
+        first = ", ".join(map(str, rows[:3]))
+        say(f"{spec}: {what} {len(rows)} of {number} rows, {without}; the first: {first}")
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:

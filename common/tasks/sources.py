@@ -6,7 +6,6 @@ problems that the uninterrupted run would have seen.
 """
 
 import json
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ from itertools import islice
 
 import numpy as np
 
-from common.cli import BadInput, Flags, blame, say
+from common.cli import BadInput, Flags, blame
 from common.tasks.reward import TASK_FILE, Verifier, can_be_earned, digest, fingerprint
 from common.tasks.reward import load_task_file, read_task_file
-from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of
+from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of, tell_unanswered
 from common.tiny import arithmetic
 
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
@@ -108,14 +107,9 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     first = custom.held_out[: args.eval_problems]
     held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
     if not own_reward:
-        looked = [*held_out, *map(train, range(8))]
-        lost = [answer for _, answer in looked if not can_be_earned(answer)]
-        wrong = f"--task {args.task}: no response can earn {len(lost)} of {len(looked)} answers"
-        wrong += f" that were looked at, such as {lost[:3]}"
-        if looked and len(lost) == len(looked):
-            raise BadInput(wrong)
-        if lost and os.environ.get("RANK", "0") == "0":
-            say(wrong)
+        answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
+        lost = [answer for answer in answers if not can_be_earned(answer)]
+        tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
     instruction = "" if has_template else None
