@@ -32,7 +32,7 @@ PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 # An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
 AROUND = 150  # characters before and after a box, which show whether it is alone
-HERE = "7390624815"  # stands for the box
+HERE = BOXES["here"]  # stands for the box, also in the patterns of symbols.json
 DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
 # Words, relations, ends of clauses and what is not ASCII stand between expressions.
 BETWEEN = rf"(?:(?!(?:{BOXES['operations']})\b){WORD}|{BOXES['between expressions']})+"
