@@ -1,7 +1,9 @@
 """Tasks: prompts as text and tokens, answers and verifier. Rows and scoring come from `tasks/`."""
 
 import math
+import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, Flags, blame, key_values
+from common.cli import BadInput, Flags, RunStopped, blame, key_values, say
 from common.clock import timed
+from common.tasks.answers import OPENING, TABLES, TAG
 from common.tasks.rows import ROLES, Prompt, Row
 from common.tasks.sources import Score, Tool, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # `final_answer` reads them
 DATE = datetime(2024, 7, 26)  # instead of today, in chat templates that write it: Llama's default
 
 
@@ -53,6 +55,7 @@ class Task:
         the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = texts_of(rollout, self.tokenizer)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
+        check_precision(scores, G)
         answers = self.final(texts)
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
@@ -64,27 +67,51 @@ class Task:
         return rollout.rewards.view(len(problems), G)  # [P, G]
 
 
-def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """Return the N responses as verifiers read them: without special tokens, except TAGS.
+def check_precision(scores: list[float], G: int) -> None:
+    """Refuse large rewards of a group that differ, but not in float32."""
+    exact = torch.tensor(scores, dtype=torch.float64).view(-1, G).sort(dim=1).values  # [P, G]
+    sizes = exact[:, 1:].abs()  # [P, G-1]
+    lost = (sizes >= 2**24) & (exact.diff() > 1e-13 * sizes) & (exact.float().diff() == 0)
+    if lost.any():
+        some = f"rewards of a group near {exact[:, 1:][lost][0]:.15g} differ, but not in float32"
+        raise RunStopped(f"{some}: let `reward` subtract what they have in common")
 
-    If the prompt ends with <think>, the text begins with it: the template has opened the thought,
-    and an answer inside a thought that is never closed must not be rewarded.
+
+def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+    """Return the N responses as verifiers read them: without special tokens, except tags of
+    thoughts and answers (symbols.json).
+
+    If the prompt ends with a tag that opens a thought, the text begins with it: the template has
+    opened the thought, and an answer inside a thought that never closes must not be rewarded.
     """
     if not len(rollout):
         return []  # of no rows, transformers would make one empty text
     added = tokenizer.added_tokens_decoder.items()
-    unread = {n for n, token in added if token.special and token.content not in TAGS}
+    unread = {n for n, token in added if token.special and not re.search(TAG, token.content, re.I)}
     rows = [[n for n in row if n not in unread] for row in rollout.response_ids()]
     starts = (rollout.prompt_len - rollout.prefix_len)[:, None]  # [N, 1]
-    last = starts + torch.arange(-16, 0, device=starts.device)  # [N, 16]: the prompts' last tokens
+    last = starts + torch.arange(-64, 0, device=starts.device)  # [N, 64]: the prompts' last tokens
     ends = tokenizer.batch_decode(rollout.sequences.gather(1, last.clamp(min=0)))
-    opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
-    return [think + text for think, text in zip(opened, tokenizer.batch_decode(rows))]
+    opened = [re.search(rf"(?:{OPENING}|)\s*$", end, re.I)[0].strip() for end in ends]
+    return [tag + text for tag, text in zip(opened, tokenizer.batch_decode(rows))]
+
+
+def name_unknown_tags(tokenizer: Tokenizer) -> None:
+    """Print the tags of the tokenizer and its template that seem to mark thoughts, but that the
+    table of thoughts in symbols.json does not have."""
+    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
+    seen = set(re.findall(TABLES["like a thought"], f"{tokens} {tokenizer.chat_template}"))
+    known = "|".join(tag for pair in TABLES["thoughts"] for tag in pair)
+    unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
+    if unknown and os.environ.get("RANK", "0") == "0":
+        how = "may mark thoughts, and common/tasks/symbols.json does not list them"
+        say(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
 
 
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
     prompts are too long are left out."""
+    name_unknown_tags(tokenizer)
     source = source_for(args, bool(tokenizer.chat_template))
     for prompt, where in source.firsts:
         encode(prompt, source.instruction, tokenizer, where, args.chat)

@@ -10,6 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 
 LONGEST = 1000  # characters; longer answers are rejected, so that grading takes bounded time
+TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
+SYMBOLS = str.maketrans(TABLES["symbols"])
+NAMES, FACTORS, BOXES = TABLES["names"], TABLES["factors"], TABLES["boxes"]
+# The tags that open and close a thought: those of known models, then any whose name says so
+THOUGHTS = []
+for opening, closing in TABLES["thoughts"] + TABLES["thoughts by name"]:
+    THOUGHTS.append((re.compile(opening, re.IGNORECASE), re.compile(closing, re.IGNORECASE)))
+OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
+TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], TABLES["other tags"]])
 # A box and its brace, or the content of a box without braces
 BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
 # "Answer: " or "the final answer is " in one clause; "#### 7", but no heading ("#### 3. Total").
@@ -22,6 +31,11 @@ WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 # An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
+AROUND = 150  # characters before and after a box, which show whether it is alone
+HERE = BOXES["here"]  # stands for the box, also in the patterns of symbols.json
+DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
+# Words, relations, ends of clauses and what is not ASCII stand between expressions.
+BETWEEN = rf"(?:(?!(?:{BOXES['operations']})\b){WORD}|{BOXES['between expressions']})+"
 # A number, or the letter of an option.
 NAMES_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
 
@@ -31,13 +45,24 @@ def final_answer(response: str) -> str:
     """Return the text that a response gives last as its answer, as `written`; "" if it gives none.
 
     It looks for the last box, an <answer> tag, text after "answer is", and the last number, in this
-    order. A thought, <think>...</think>, gives no answer, nor does a response that never closes it.
+    order, in what follows the last thought. A thought that never closes leaves no answer.
     """
-    said = response.rpartition("</think>")[2]
-    answer = "" if "<think>" in said else marked(said)
+    said = after_thoughts(response)
+    answer = marked(said)
     if answer is None:
         answer = last_number(said[-LONGEST:]) or said
     return written(answer) if len(answer) <= LONGEST else ""
+
+
+def after_thoughts(text: str) -> str:
+    """Return what follows the last thought; "" if a thought never closes."""
+    end = 0
+    for opening, closing in THOUGHTS:
+        closed = max((tag.end() for tag in closing.finditer(text)), default=0)
+        if opening.search(text, closed):
+            return ""
+        end = max(end, closed)
+    return text[end:]
 
 
 def marked(text: str) -> str | None:
@@ -55,22 +80,41 @@ def marked(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last box that is not empty; "" if that never closes, None if there
-    is no box."""
+    """Return the content of the last box; "" if it is empty, never closes or is a part of a larger
+    expression. Return None if there is no box, or only an empty one that a sentence mentions."""
     for box in reversed(list(re.finditer(BOX, text))):
-        content = box[1]
+        content, end = box[1], box.end()
         if content == "{":
             depth = 1
             for brace in re.compile(r"\\[\\{}]|[{}]").finditer(text, box.end()):
                 depth += {"{": 1, "}": -1}.get(brace[0], 0)
                 if depth == 0:
-                    content = text[box.end() : brace.start()]
+                    content, end = text[box.end() : brace.start()], brace.end()
                     break
             else:
                 return ""
+        before = text[max(0, box.start() - AROUND) : box.start()]
         if content.strip() and written(content[:LONGEST]) not in ("", "?", r"\ldots"):
-            return content
+            return content if is_alone(content, before, text[end : end + AROUND]) else ""
+        if box[1] and not re.search(BOXES["mentioned"], before):
+            return ""
     return None
+
+
+def is_alone(content: str, before: str, after: str) -> bool:
+    r"""Tell whether a box is an expression of its own, as in `x = \boxed{5}`, or a part of a larger
+    one, as in `-\boxed{5}`, from the texts before and after it."""
+    if re.search(r"(?<!\\)\\$", before):
+        before = before[:-1]  # some write \\boxed
+    around = DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), before + HERE + after)
+    line = next(line for line in around.split("\n") if HERE in line)
+    if re.search(BOXES["of another value"], line):
+        return False
+    line = re.sub(BOXES["edges of formulas"], " ; ", re.sub(BOXES["dash or bullet"], r"\1", line))
+    part = next((part for part in re.split(BETWEEN, written(line)) if HERE in part), "")
+    part = " ".join(part.split()).strip(" ,'\"*_`#").removesuffix(" -")
+    same = re.escape(written(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
+    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{BOXES['alone']}", part))
 
 
 def last_number(text: str) -> str:
@@ -86,9 +130,14 @@ def last_number(text: str) -> str:
     return ""
 
 
-TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
-SYMBOLS = str.maketrans(TABLES["symbols"])
-NAMES, FACTORS = TABLES["names"], TABLES["factors"]
+def fraction(number: re.Match) -> str:
+    """Write a repeating decimal as a fraction: 0.1(6) is 15/90."""
+    whole, decimals, *cycle = [digits or "" for digits in number.groups()]
+    cycle = "".join(cycle)
+    above = int(whole + decimals + cycle) - int(whole + decimals)
+    return rf"\frac{{{above}}}{{{10 ** len(decimals) * (10 ** len(cycle) - 1)}}}"
+
+
 SPELLINGS = [  # (pattern, replacement), applied in this order
     # 10⁻⁸, which the steps before this list have turned into 10^{-}^{8}
     (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
@@ -115,6 +164,10 @@ SPELLINGS = [  # (pattern, replacement), applied in this order
     (r"\^\s*\{?\s*\\circ\s*\}?\s*", r"^\\circ "),
     (r"\\?%\s*", r"\\% "),
     (r"\\sqrt\s*(\[\d\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
+    # 0.1\overline{6}, 0.1(6) and 0.1\dot6; ]0,1[ and [0,1[
+    (TABLES["repeating decimal"], fraction),
+    (r"^\]([^\[\]]+)[,;]([^\[\]]+)(?=[\[\]]$)", r"(\1,\2"),
+    (r"^([(\[][^\[\]]+)[,;]([^\[\]]+)\[$", r"\1,\2)"),
     # 2e4, which would be Euler's e; 3 and 1/2; 3 1/2
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
     (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),
@@ -127,9 +180,11 @@ SPELLINGS = [  # (pattern, replacement), applied in this order
 ]
 
 
+@lru_cache(16)  # one answer is asked for several times
 def written(text: str) -> str:
     """Rewrite a text in one spelling, LaTeX in ASCII without marks at its edges, of equal value."""
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text, flags=re.DOTALL)

@@ -28,7 +28,12 @@ Number = namedtuple("Number", "value place digits", defaults=(0, 0))
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|[1-9]\d?(?:,\d\d)+,\d{3}|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
-OPTION = re.compile(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # (C), C. five
+# (C), C. five, E: A risk score; but no second option behind it
+SECOND = r"(?:.*(?:\b(?:or|and)\b|[,/&;]))?\s*\(?[A-J]\b(?! [a-z])|.*\b[A-J][.:)]"
+OPTION = re.compile(rf"\(?([A-J])(?:\)|\s?[.:]\s|$)\s*(?!{SECOND})(.*)")
+# Products in which the order may matter: of points, digits or matrices
+CAPITALS = r"(?:[A-Z](?:\^\{?(?:-1|T)\}?)?){2,}"
+DECIMAL_COMMA = r"-?(?:\d+,(?!\d{3}$)|0,)\d+"
 # Compared only as texts: words, times, ratios of three, derivatives, and what has dots; dates,
 # scores (3-2), formulas and labels (CO2), because they are not sums or products.
 LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
@@ -39,11 +44,22 @@ CASED = ConversionConfig(lowercase_symbols=False)
 
 def equal(gold: str, answer: str) -> bool:
     """Tell whether two written texts are equal as texts, numbers with units, or expressions."""
-    option = OPTION.fullmatch(answer)
-    if as_text(gold) == as_text(answer) or (option and option[1] == gold.strip("()")):
+    if as_text(gold) == as_text(answer):
         return True
+    option, said_option = OPTION.fullmatch(gold), OPTION.fullmatch(answer)
+    if option and said_option:  # their letters decide, and numbers behind them
+        counts = re.search(r"\d", option[2]) and said_option[2]
+        return option[1] == said_option[1] and (not counts or equal(option[2], said_option[2]))
+    if option and option[2]:
+        return equal(option[2], answer)
+    if said_option and said_option[2]:
+        return equal(gold, said_option[2])
+    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(DECIMAL_COMMA, answer):
+        answer = answer.replace(",", ".")
     value, unit = quantity(gold)
     said, said_unit = quantity(answer)
+    if said_unit and isinstance(said_unit, str) and not unit:
+        said = str(int(said, int(said_unit)))  # 101_2 is 5, and never 101
     if value != gold or said != answer:
         differ = unit and said_unit and unit != said_unit
         # 50% equals 0.5 and also 50, but if the reference is small (0.5, \frac12) only 0.5.
@@ -51,7 +67,8 @@ def equal(gold: str, answer: str) -> bool:
         said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
         small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
         return not differ and (equal(share, said_share) or (not small and equal(value, said)))
-    if re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
+    capitals = re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer)
+    if capitals or re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
         return False
     return same(expression_of(gold), expression_of(answer))
 
@@ -75,10 +92,12 @@ def quantity(text: str) -> tuple[str, Counter | str]:
 
 
 def as_text(text: str) -> str:
-    """Remove spaces, except between digits, and put words in lower case."""
+    """Remove spaces, except between digits, put words in lower case, and write "no solution" in
+    one way."""
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
-    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
+    return TABLES["same"].get(text.lower(), text)
 
 
 def close(gold: Number, answer: Number) -> bool:

@@ -26,11 +26,12 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from common.cli import BadInput, RunStopped, blame, say
-from common.tasks.answers import final_answer, marked, written
+from common.tasks.answers import TABLES, final_answer, marked, written
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
 TASK_FILE = re.compile(r"(.+\.py)(?::([^/]*))?")  # FILE.py or FILE.py:NAME
@@ -42,8 +43,24 @@ def reward(completion: str, reference: str) -> float:
     from common.tasks.equality import equal  # slow to import, and not needed for a task file
 
     answer = final_answer(completion)
-    gold = marked(reference)  # the reference may also have a box or a label
-    return float(bool(answer) and equal(written(reference if gold is None else gold), answer))
+    return float(bool(answer) and equal(written(gold_of(reference)), answer))
+
+
+def gold_of(reference: str) -> str:
+    """Return what is in a reference's box or behind its label; without one, the reference."""
+    gold = marked(reference)
+    return reference if gold is None else gold
+
+
+@cache
+def can_be_earned(reference: str) -> bool:
+    """Tell whether a response can earn a reference: in a box it must be an answer equal to itself,
+    and no placeholder such as N/A."""
+    gold = gold_of(reference)
+    answer = final_answer(rf"\boxed{{{gold}}}")
+    if not answer or re.fullmatch(TABLES["no answer"], answer, re.IGNORECASE):
+        return False
+    return answer == written(gold)
 
 
 def read_task_file(spec: str) -> str:

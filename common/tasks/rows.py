@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import BadInput, blame, say
-from common.tasks.answers import last_box
+from common.tasks.answers import TABLES, last_box
+from common.tasks.reward import can_be_earned
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
@@ -75,12 +76,14 @@ def rows_of(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
     firsts: list | None = None,
+    judged: bool = False,
 ) -> list[Row]:
     """Read the rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a
     file with the columns of a hub set (`gsm8k:my.jsonl`).
 
     `split` is "train" or "test". A file, and a set without a test split, give all rows for both.
-    A hub set's row whose solution has no answer is left out. The first prompt of each kind
+    A hub set's row whose solution has no answer is left out, and, if math-verify will judge the
+    rows (`judged`), every row whose answer no response can earn. The first prompt of each kind
     (`kind_of`) is added to `firsts`, with its place.
     """
     name, _, file = spec.partition(":")
@@ -97,18 +100,29 @@ def rows_of(
             answer = EXTRACT[columns.extract](entries[columns.answer])
             if columns.extract and not answer.strip():
                 unanswered.append(number)
+                continue
+            answer = as_text(answer)
+            prompt = as_prompt(entries[columns.prompt])
+            kinds.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
+            if judged and not can_be_earned(answer):
+                unanswered.append(number)
             else:
-                prompt = as_prompt(entries[columns.prompt])
-                kinds.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
-                rows.append((prompt, as_text(answer)))
-    if not rows:
-        raise BadInput(f"{spec}: holds no problem with an answer")
-    if unanswered and os.environ.get("RANK", "0") == "0":
-        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
-        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
+                rows.append((prompt, answer))
+    tell_unanswered(spec, "left out", unanswered, len(unanswered) + len(rows))
     if firsts is not None:
         firsts.extend(kinds.values())
     return rows
+
+
+def tell_unanswered(spec: str, what: str, rows: list, number: int) -> None:
+    """Say that `what` happens to rows, of `number`, without an answer that a response can earn, and
+    name the first three. Refuse them if all rows are such."""
+    without = "without an answer that a response can earn"
+    if len(rows) == number:
+        raise BadInput(f"{spec}: {number} of {number} rows are {without}")
+    if rows and os.environ.get("RANK", "0") == "0":
+        first = ", ".join(map(str, rows[:3]))
+        say(f"{spec}: {what} {len(rows)} of {number} rows, {without}; the first: {first}")
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:
@@ -122,8 +136,9 @@ def flat(row: dict, path: str = "") -> dict[str, object]:
     return entries
 
 
-def as_prompt(prompt: object) -> Prompt:
-    """Check that a prompt is a text or chat messages that ask something; else raise ValueError."""
+def as_prompt(prompt: object, bare: bool = False) -> Prompt:
+    """Check that a prompt is a text or chat messages that ask something; else raise ValueError.
+    Only a text that the model reads without a template (`bare`) may have a template's tags."""
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
@@ -132,6 +147,11 @@ def as_prompt(prompt: object) -> Prompt:
             needs += "; rename ShareGPT's from, value and human"
             raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
         turn["content"].encode()  # raises on half an emoji, which no tokenizer can read
+        tag = re.search(TABLES["template tags"], turn["content"])
+        if tag and not bare:
+            raise ValueError(f"its prompt has a chat template's {tag[0]}: store the question alone")
+        if re.fullmatch(TABLES["messages as text"], turn["content"]):
+            raise ValueError("its prompt is a text that holds messages: store them as a list")
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt

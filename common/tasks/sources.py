@@ -15,9 +15,9 @@ from itertools import islice
 import numpy as np
 
 from common.cli import BadInput, Flags, blame
-from common.tasks.reward import TASK_FILE, Verifier, digest, fingerprint, load_task_file
-from common.tasks.reward import read_task_file
-from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of
+from common.tasks.reward import TASK_FILE, Verifier, can_be_earned, digest, fingerprint
+from common.tasks.reward import load_task_file, read_task_file
+from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of, tell_unanswered
 from common.tiny import arithmetic
 
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
@@ -96,14 +96,20 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
                 raise TypeError(f"a {type(pair).__name__}")  # a dict's keys would be two texts
             prompt, answer = pair
             answer = answer if own_reward else as_text(answer)
-            json.dumps(answer)  # the worker will get it as JSON
-            return as_prompt(prompt), answer
+            if json.loads(json.dumps(answer)) != answer:  # the worker will get it as JSON
+                needs = "lists, keys that are texts, and no NaN"
+                raise ValueError(f"{answer!r} changes on its way to the worker: use {needs}")
+            return as_prompt(prompt, bare=not has_template), answer
 
     def train(index: int) -> Row:
         return as_row(custom.train(begin + index), f"train({begin + index})")
 
     first = custom.held_out[: args.eval_problems]
     held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
+    if not own_reward:
+        answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
+        lost = [answer for answer in answers if not can_be_earned(answer)]
+        tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
     instruction = "" if has_template else None
@@ -122,11 +128,11 @@ def of_sets(args: Flags) -> Source:
     """
     firsts = []  # see `Source`
     columns = (args.prompt_column, args.answer_column, firsts)
-    rows = rows_of(args.task, "train", *columns)
+    rows = rows_of(args.task, "train", *columns, judged=True)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
     test = rows
     if own_test:
-        test = rows_of(args.eval_task or args.task, "test", *columns)
+        test = rows_of(args.eval_task or args.task, "test", *columns, judged=True)
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
     held_out = {}  # prompt text -> the first row with it

@@ -261,6 +261,13 @@ READ = [  # prompt, response, the response as a verifier reads it
     ("2+2?", "<think>5?</think>It is 4.<end><eos>", "<think>5?</think>It is 4."),
     ("2+2?<think>\n", "5? Wait", "<think>5? Wait"),  # the template opens the thought
     ("2+2?<think>\n\n</think>\n\n", "4", "4"),
+    ("2+2?[THINK]", "5?[/THINK]4", "[THINK]5?[/THINK]4"),
+    ("2+2?<|channel|>final<|message|>", "4", "4"),
+    (
+        "2+2?<|channel|>a<|message|>",
+        "5?<|channel|>final",
+        "<|channel|>a<|message|>5?<|channel|>final",
+    ),
 ]
 
 
@@ -268,13 +275,48 @@ READ = [  # prompt, response, the response as a verifier reads it
 def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, text):
     """This holds if the tags are special tokens, too, and if the prompt has the first tag."""
     _, tokenizer = load_model(str(words))
-    tokenizer.add_tokens(["<think>", "</think>", "<end>"], special_tokens=True)
+    tags = ["<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<end>"]
+    tokenizer.add_tokens(tags, special_tokens=True)
     asked, said = tokenizer([prompt, response])["input_ids"]
     how = {"logps": [[0.0] * len(said)], "eos": [1], "device": "cpu"}
     assert texts_of(Rollout.pack(prompts=[asked], tokens=[said], **how), tokenizer) == [text]
 
 
+def test_unknown_tags_of_thoughts_are_named(words, tmp_path, capsys):
+    """Those of the template and of the tokenizer are, but none that the table has."""
+    _, tokenizer = load_model(words)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '<ponder>' }}<think>"
+    tokenizer.add_tokens(["<deep_thought>", "</think>"], special_tokens=True)
+    load(write(tmp_path / "set.jsonl", numbered(8)), tokenizer, instruction="")
+    said = capsys.readouterr().out
+    assert "<deep_thought>, <ponder>" in said and "think>" not in said
+
+
+def test_rewards_that_float32_makes_equal_are_refused(tiny, mine):
+    """A group of 1e9 and 1e9 + 1 would teach nothing. Rounding errors are no differences."""
+    task = load(str(mine), tiny[1])
+    group = {
+        "prompts": [[1]],
+        "tokens": [[2], [2]],
+        "logps": [[0.0]] * 2,
+        "eos": [],
+        "device": "cpu",
+    }
+    task.final = list
+
+    def scored(rewards: list[float]) -> list:
+        task.verifier = lambda *both: rewards
+        return task.score(Rollout.pack(**group), task.held_out[:1], 2).tolist()
+
+    for rewards in ([0.3, 0.1 + 0.2], [1e20, 0.0], [1e9, 1e9], [16777216.0, 16777218.0]):
+        assert scored(rewards) == [pytest.approx(rewards)]
+    for rewards in ([1e9, 1e9 + 1], [-16777217.0, -16777216.0]):
+        with pytest.raises(RunStopped, match="not in float32"):
+            scored(rewards)
+
+
 USER = {"role": "user", "content": "2+2?"}
+AS_TEXT = "its prompt is a text that holds messages"
 DEEP = f'{{"prompt": "x", "answer": {"[" * 50_000}{"]" * 50_000}}}'
 JSON = "no JSON object in UTF-8"
 EITHER = "must be one text or number .*:"
@@ -314,8 +356,30 @@ MALFORMED = [  # the third row, and what is said of it
     (asked({"from": "human", "value": "2+2?"}), "ShareGPT"),
     (asked({"role": "human", "content": "2+2?"}), TURNS),
     (asked(USER, {"role": "assistant", "content": "4"}), QUESTION),
+    ({"prompt": json.dumps([USER]), "answer": 1}, AS_TEXT),
+    ({"prompt": str(USER), "answer": 1}, AS_TEXT),
+    ({"prompt": "<|im_start|>user\n2+2?", "answer": 1}, "a chat template's <|im_start|>"),
+    (asked(USER | {"content": "[INST] 2+2? [/INST]"}), "a chat template's .INST."),
     (asked(USER), "its tokenizer cannot write the prompt"),  # before any row is drawn
 ]
+
+
+def test_answers_that_no_response_can_earn(tmp_path, mine, capsys):
+    """They are left out of a file and counted. If all are such, the run ends before it begins, and
+    so it does for a task file without a reward; a file's own reward may find them right."""
+    lost = ["N/A", "None", "see solution", r"\frac{1}{2", "x" * 2000]
+    rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate([*lost, "5"] * 2)]
+    task = load(write(tmp_path / "set.jsonl", rows))
+    assert {task.train(0).answer, task.held_out[0].answer} == {"5"}
+    assert "left out 10 of 12 rows" in (said := capsys.readouterr().out) and "1, 2, 3" in said
+    with pytest.raises(BadInput, match="set.jsonl: 5 of 5 rows are without an answer"):
+        load(write(tmp_path / "set.jsonl", rows[:5]))
+    text = "train = lambda i: ('1', 'N/A')\nheld_out = [('2', 'N/A')]\n"
+    mine.write_text(text)
+    with pytest.raises(BadInput, match="9 of 9 rows are without an answer"):
+        load(str(mine))
+    mine.write_text(text + "reward = lambda *both: 1.0")
+    assert load(str(mine)).train(0).answer == "N/A"
 
 
 @pytest.mark.parametrize(("row", "message"), MALFORMED)
@@ -373,9 +437,8 @@ def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
     file = write(tmp_path / "set.jsonl", rows)
     found = [reference for reference in AS_PUBLISHED[name].values() if reference]
     assert [answer for _, answer in rows_of(f"{name}:{file}")] == found
-    said = f"{name}:{file}: left out 1 of {len(rows)} rows, without an answer; "
-    said += f"the first is row {len(rows)}\n"
-    assert capsys.readouterr().out == (said if len(found) < len(rows) else "")
+    said = capsys.readouterr().out
+    assert (f"left out 1 of {len(rows)} rows" in said) == (len(found) < len(rows))
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
@@ -432,6 +495,9 @@ UNUSABLE = {  # a task file: what is said
     PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
     PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",
     PAIRS + "train = lambda i: ('1', {2})\nreward = 1": "train.0. .* not JSON serializable",
+    PAIRS + "train = lambda i: ('1', {1: 2})\nreward = 1": "train.0. .*1: 2.* changes on its way",
+    PAIRS + "train = lambda i: ('1', [(1, 2)])\nreward = 1": "train.0. .* changes on its way",
+    PAIRS + "train = lambda i: ('1', float('nan'))\nreward = 1": "train.0. .* changes on its way",
     "held_out = ['8+1=']\ntrain = lambda i: ('1+1=', '2')": "held_out.0. gives no",
     "x = 'caf\xe9'": "cannot be read .*'utf-8' codec",
 }
