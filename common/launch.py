@@ -97,7 +97,10 @@ def parse(Args: type[Flags]) -> Flags:
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
-        if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
+        value = words[place + 1].lower() if word == "--resume" and words[place + 1 :] else ""
+        if value in ("true", "false"):  # as config.json writes it
+            words[place + 1] = value.capitalize()
+        elif word == "--resume" and value != "auto":
             words[place] = "--resume=True"  # what --resume without a value means
     said = io.StringIO()
     try:

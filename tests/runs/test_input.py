@@ -1,14 +1,17 @@
 """Bad input in flags, files and environment gives one line and exit code 2, and writes nothing."""
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
 import grpo
 import pytest
+from checks.files import ALGORITHMS
+from common.launch import parse
 from transformers import Qwen3Config
 
-from tests.helpers import SMALL, module_of, run_here, started
+from tests.helpers import MORE, SMALL, metrics, module_of, run_here, started
 
 # What is in a folder of the test stands for its name
 BAD_INPUT = [
@@ -105,3 +108,48 @@ def test_exit_code_and_line_of_the_real_command():
     run = started("grpo.py", "--clip_high", "nan")
     assert run.returncode == 2 and "--clip_high nan" in run.stderr
     assert run.stderr.count("\n") == 1 and not run.stdout
+
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+MESSAGES = """
+def problem(i):
+    return [{"role": "user", "content": f"{i} + 1?"}], str(i + 1)
+
+train = problem
+held_out = [problem(i) for i in range(9)]
+
+def reward(response, answer):
+    return len(response) % 2
+
+def reply(response, answer):
+    return None
+"""
+OWN = {"blockwise": ["--marker", "="], "tool": ["--turn_end", "="]}  # for texts that are no sums
+QUICK = ("grpo", "goldilocks")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS],
+)
+def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
+    """Every file reads the prompt of a problem as a text or as a list of messages."""
+    model = Path(shutil.copytree(words, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "chats.py").write_text(MESSAGES)
+    flags = [*SMALL, *MORE.get(algorithm, []), *OWN.get(algorithm, []), "--max_new_tokens", 24]
+    if algorithm == "opd":
+        flags += ["--teacher", model]
+    flags += ["--steps", 2, "--lr", 1e-4, "--model", model, "--task", tmp_path / "chats.py"]
+    assert run_here(module_of(algorithm).main, *flags, "--run_dir", tmp_path / "run") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+RESUMES = {"": True, "True": True, "true": True, "False": False, "false": False, "auto": "auto"}
+
+
+@pytest.mark.parametrize("value", RESUMES)
+def test_resume_takes_the_words_of_config_json(value, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
+    args = parse(grpo.Args)
+    assert args.resume == RESUMES[value] and args.steps == 4
