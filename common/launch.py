@@ -1,7 +1,6 @@
 """The start of every program: it reads the command line, joins the ranks, and prints errors."""
 
 import contextlib
-import errno
 import importlib.util
 import io
 import os
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line
+from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
 from common.clock import SECONDS
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
@@ -82,14 +81,12 @@ def report(error: Exception, world: World) -> None:
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = getattr(error, "phase", "update or set-up")  # see `timed`
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
-    elif getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
-        message = f"{error}: make room, then go on with --resume"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
         traceback.print_exc()
         return
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    say(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
 
 
 def parse(Args: type[Flags]) -> Flags:

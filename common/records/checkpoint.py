@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import takewhile
@@ -95,8 +96,12 @@ def save_checkpoint(
             sync(partial)
             partial.rename(final)
             sync(final.parent)
-            for old in checkpoints(folder)[:-keep]:
+    if world.rank == 0:
+        for old in checkpoints(folder)[:-keep]:
+            try:
                 shutil.rmtree(old)
+            except OSError as error:  # somebody's link, perhaps, to a disk with more room
+                say(f"\n{old} cannot be removed ({error})", file=sys.stderr)
 
 
 @contextlib.contextmanager
