@@ -42,6 +42,10 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     world = ALONE
     code = 0
     try:
+        if sys.flags.optimize > 1:
+            raise BadInput(
+                "PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: unset it"
+            )
         world = setup()
         args = parse(Args)
         if prepare:
@@ -102,12 +106,16 @@ def parse(Args: type[Flags]) -> Flags:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(Args, args=words, description=description, use_underscores=True)
+            args = tyro.cli(Args, args=words, description=description, use_underscores=True)
     except SystemExit as stop:
         if stop.code:
             words = re.sub("[─│╭╮╰╯]|-{3,}", " ", said.getvalue()).split()
             raise BadInput(" ".join(words)) from None
         raise  # after --help
+    for name, value in vars(args).items():
+        if isinstance(value, str) and value.startswith("~"):  # a shell leaves it so behind =
+            setattr(args, name, os.path.expanduser(value))
+    return args
 
 
 def check(args: Flags, world: World) -> None:
@@ -143,8 +151,8 @@ def resolve_auto(args: Flags, world: World, model: str) -> None:
     """Replace each `auto` for this model and machine; check that ranks divide into groups."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, too long for an embedded model
-        vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
-        args.rollout = "vllm" if vllm else "hf"
+        found = importlib.util.find_spec("vllm") if gpu and model not in EMBEDDED else None
+        args.rollout = "vllm" if found and found.origin else "hf"  # a mere folder has no origin
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"

@@ -21,8 +21,8 @@ from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
 from common.metrics import Means
-from common.model import check_saving
 from common.records.checkpoint import (
+    check_saving,
     checkpoint_to_resume,
     cut_back,
     folder_to_resume,
@@ -76,7 +76,7 @@ class Run:
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
-        self.folder = Path(name).expanduser()
+        self.folder = Path(name)
         if task.fingerprint != from_rank_0(task.fingerprint):
             raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # the checkpoint to continue from
@@ -107,7 +107,7 @@ class Run:
         self.done = done
         if self.world.rank == 0:
             if args.save_hf:
-                check_saving(args.model, self.task.tokenizer)
+                check_saving(args.model)
             saved = saved_config(self.folder) if done else {}
             self.config["id"] = saved.get("id") or uuid4().hex[:12]  # because names may repeat
             self.config["history"] = saved.get("history", [])
