@@ -12,7 +12,7 @@ from transformers.utils import cached_file, logging
 
 from common.cli import BadInput, blame, say
 from common.distributed import ALONE, World, from_rank_0
-from common.scale.folder import check_rope, eos_ids, fault_of, left_out, read_json
+from common.scale.folder import after_training, check_rope, eos_ids, fault_of, left_out, read_json
 from common.scale.head import head_of, head_product
 
 logging.disable_progress_bar()  # the run has its own
@@ -88,7 +88,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     source = source_of(name, flag)
     logging.set_verbosity_error()  # check_weights refuses what transformers only warns about
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    # transformers refuses to load, or to save, some models' own generation configs: see read_json.
+    # transformers refuses to load some models' own generation configs: see read_json.
     report["generation_config"] = GenerationConfig()
     known = None  # only rank 0 knows EOS, whether the head is tied, and the attention
     with blame(f"{flag} {name}: cannot be loaded"):
@@ -104,17 +104,20 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             check_weights(loaded)
             if left := left_out(lm, loaded["unexpected_keys"], start):
                 say(f"{name}: {len(left)} weights are not loaded or saved, first: {left[0]}")
-            read = read_json(source, "generation_config.json")
-            if read.get("stop_strings"):
+            own = read_json(source, "config.json")
+            generation = read_json(source, "generation_config.json")
+            if generation.get("stop_strings"):
                 say(f"{name}: responses end at EOS tokens alone, not at its stop_strings")
-            declared = read or read_json(source, "config.json")
-            eos = eos_ids(declared.get("eos_token_id"), tokenizer)
+            eos = eos_ids((generation or own).get("eos_token_id"), tokenizer)
             # Look at the weights, because a file may have a head although config.json says tied.
             tied = lm.lm_head.weight is lm.get_input_embeddings().weight
             known = eos, tied, lm.config._attn_implementation
             # A hash for config.json, because a resumed run must have begun from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
+            own = after_training(own, lm, tied)
+            generation["eos_token_id"] = eos if len(eos) > 1 else eos[0]
+            lm.own = {"config.json": own, "generation_config.json": generation}  # to be saved
     if world.size > 1:
         known = from_rank_0(known)
     eos, config.tie_word_embeddings, config._attn_implementation = known
@@ -127,7 +130,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
     tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
-    tokenizer.start = start  # the model's folder, see `save_model`
+    tokenizer.start = start  # the folder of the model, whose files `save_model` copies
     return lm, tokenizer
 
 

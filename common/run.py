@@ -22,7 +22,6 @@ from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
 from common.metrics import Means
 from common.records.checkpoint import (
-    check_saving,
     checkpoint_to_resume,
     cut_back,
     folder_to_resume,
@@ -106,8 +105,6 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
-            if args.save_hf:
-                check_saving(args.model)
             saved = saved_config(self.folder) if done else {}
             self.config["id"] = saved.get("id") or uuid4().hex[:12]  # because names may repeat
             self.config["history"] = saved.get("history", [])

@@ -11,25 +11,23 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.core_model_loading import revert_weight_conversion
 
 from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import timed
 from common.distributed import World, full_parameters
-from common.model import config_of, source_of
 from common.records.files import as_lines, new_folder, numbered, read_lines, saved_config
 from common.records.files import sync, write
-from common.scale.folder import read_json
 
 # What may change on resume: how long, where and how often, and what trades memory for time.
 FREE_ON_RESUME = set(
@@ -37,9 +35,8 @@ FREE_ON_RESUME = set(
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
     gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
-# The files of a model that training does not change: its tokenizer, with the chat template.
-KEPT = """tokenizer* vocab* merges.txt special_tokens_map.json added_tokens.json chat_template*
-    spiece.model *.tiktoken tekken.json""".split()
+# The files of a tokenizer and its chat template.
+OF_A_TOKENIZER = r"(tokenizer|vocab|merges|special_|added_|chat_|spiece|tekken).*|.*\.tiktoken"
 # Flags of an algorithm's file that must not change even with --back_to: the sizes of a rollout.
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
 
@@ -160,31 +157,12 @@ def load_checkpoint(
     return step_of(checkpoint)
 
 
-def check_saving(name: str) -> None:
-    """Refuse a model that cannot be saved, before it is trained."""
-    with blame(f"--save_hf: {name} cannot be saved"), TemporaryDirectory() as folder:
-        config_of(source_of(name)).save_pretrained(folder)
-
-
-def config_after(start: dict, config: PreTrainedConfig) -> dict:
-    """Return the entries of config.json from before training, with what has changed: the dtype, a
-    head of its own, and no weights that predict further tokens (MTP)."""
-    after = dict(start)
-    for name, value in start.items():
-        if name in ("dtype", "torch_dtype"):
-            after[name] = "float32"
-        if re.search("mtp|nextn", name) and isinstance(value, int):
-            after[name] = type(value)(0)  # 0, or False
-    changed = {"architectures": config.architectures}
-    return after | changed | {"tie_word_embeddings": config.tie_word_embeddings}
-
-
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Write the model in the Hugging Face format, which transformers, vLLM and `--model` can load.
 
-    It is written under another name and renamed when complete. Files beside the weights are those
-    of the model before training, because this version of transformers would write them in a
-    spelling of its own, which others do not read.
+    The files beside the weights are the model's own from before training. transformers would write
+    them in the spelling of its present version, which earlier versions read wrongly. All is written
+    under another name and renamed when complete.
     """
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, and rank 0 keeps
@@ -193,16 +171,13 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
     if world.rank == 0:
         partial = folder.with_name(f"{folder.name}.partial")
         with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
-            policy.lm.save_pretrained(partial, state_dict=weights)
-            start = tokenizer.start
-            for path in (path for pattern in KEPT for path in start.glob(pattern)):
-                shutil.copyfile(path, partial / path.name)
-            config = config_after(read_json(str(start), "config.json"), policy.lm.config)
-            eos = policy.lm.generation_config.eos_token_id
-            generation = read_json(str(start), "generation_config.json")
-            generation["eos_token_id"] = eos if len(eos) > 1 else eos[0]
-            for name, entries in (("config", config), ("generation_config", generation)):
-                (partial / f"{name}.json").write_text(json.dumps(entries, indent=2), "utf-8")
+            partial.mkdir(exist_ok=True)
+            save_torch_state_dict(revert_weight_conversion(policy.lm, weights), partial)
+            for path in tokenizer.start.iterdir():
+                if re.fullmatch(OF_A_TOKENIZER, path.name):
+                    shutil.copyfile(path, partial / path.name)
+            for name, entries in policy.lm.own.items():
+                (partial / name).write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
 

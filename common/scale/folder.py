@@ -12,15 +12,14 @@ from transformers.utils import cached_file, is_protobuf_available, is_sentencepi
 
 from common.cli import blame, say
 
-GIT_LFS = b"version https://git-lfs"  # how the text begins that a clone without git-lfs has
-
 
 def fault_of(folder: Path) -> str:
     """Return what is wrong with the files of a folder, or "". Libraries would ignore it, or fail in
     words of their own."""
     files = {path.name for path in folder.iterdir() if path.is_file()}
     small = [name for name in files if (folder / name).stat().st_size < 1000]
-    git_lfs = [name for name in small if (folder / name).read_bytes().startswith(GIT_LFS)]
+    lfs = b"version https://git-lfs"  # how the texts begin that a clone without git-lfs has
+    git_lfs = [name for name in small if (folder / name).read_bytes().startswith(lfs)]
     adapter = [name for name in files if name.startswith("adapter_")]
     both = {"model.safetensors", "model.safetensors.index.json"}
     lacks = not (is_sentencepiece_available() and is_protobuf_available())
@@ -43,6 +42,18 @@ def read_json(source: str, name: str) -> dict:
         return {}
     with blame(f"{name} is damaged, it holds no JSON object", ValueError):
         return dict(json.loads(Path(path).read_bytes()))
+
+
+def after_training(config: dict, lm: PreTrainedModel, tied: bool) -> dict:
+    """Return the entries of config.json as they are after training: float32, with the head that it
+    really has, and without layers that predict further tokens (MTP)."""
+    config = config | {"architectures": [type(lm).__name__], "tie_word_embeddings": tied}
+    for name, value in config.items():
+        if name in ("dtype", "torch_dtype"):
+            config[name] = "float32"
+        if re.search("mtp|nextn", name) and isinstance(value, int):
+            config[name] = type(value)(0)  # 0, or False
+    return config
 
 
 def check_rope(config: dict) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import grpo
 import pytest
+import torch
 from checks.files import ALGORITHMS
-from common.launch import parse
+from common.distributed import World
+from common.launch import parse, resolve_auto
+from common.tasks.reward import load_task_file
 from transformers import Qwen3Config
 
 from tests.helpers import MORE, SMALL, metrics, module_of, run_here, started
@@ -18,6 +21,11 @@ BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
+    ("grpo", "--task clash/task.py", "rename tools beside it"),
+    ("grpo", "--model bad.jsonl", "bad.jsonl: is a file"),
+    ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
+    ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
+    ("grpo", "--task=~/nowhere.jsonl", f"{Path.home()}/nowhere.jsonl: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
@@ -59,6 +67,9 @@ def files(tmp_path_factory) -> Path:
     (folder / "twice").mkdir()
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (folder / "twice" / name).touch()
+    (folder / "clash").mkdir()
+    (folder / "clash/task.py").write_text("from tools import score\n")
+    (folder / "clash/tools.py").write_text("score = len\n")
     (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is
@@ -153,3 +164,30 @@ def test_resume_takes_the_words_of_config_json(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
     args = parse(grpo.Args)
     assert args.resume == RESUMES[value] and args.steps == 4
+
+
+def test_a_linked_task_file_has_the_helpers_beside_the_file(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/my_scores.py").write_text("points = 0.5\n")
+    (tmp_path / "real/task.py").write_text("from my_scores import points\n")
+    (tmp_path / "task.py").symlink_to(tmp_path / "real/task.py")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    assert load_task_file(str(tmp_path / "task.py")).points == 0.5
+
+
+def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
+    """Python imports any folder as a package without content."""
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    args = grpo.Args(model="some/model")
+    resolve_auto(args, World(0, 1, torch.device("cuda")), args.model)
+    assert args.rollout == "hf"
+    assert run_here(grpo.main, *SMALL, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
+    assert "--rollout vllm: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_python_without_docstrings_is_refused():
+    run = started("grpo.py", PYTHONOPTIMIZE="2")
+    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr and run.stderr.count("\n") == 1
