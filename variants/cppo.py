@@ -75,6 +75,7 @@ class Args(Trunk):
     """Largest b (paper, UniRL; a port that quotes the authors' code: 0.1)."""
     is_cap: Positive = 20.0
     """c: largest importance weight π_θ/μ (verl's default)."""
+    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def spending(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:

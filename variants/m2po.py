@@ -62,6 +62,7 @@ from variants import Trunk, loop_of
 class Args(Trunk):
     budget: Positive = 0.04
     """τ: largest mean of (log π_θ/μ)² over the trust-region tokens that are kept (paper)."""
+    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def trust_region_tokens(log_weight: Tensor, A: Tensor) -> Tensor:
