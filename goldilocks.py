@@ -176,14 +176,14 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
     """Fill each slot with its best candidate by `values [B, K]` or, with probability `explore`,
     with a random one. A prompt is taken twice only if its slot has no other."""
     above = values - values.mean(dim=1, keepdim=True)  # [B, K]
-    chosen, taken = [], set()
+    chosen, taken = [], []
     for scores, better, problems in zip(values.tolist(), above.tolist(), candidates):
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
         chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if problems[k].prompt not in taken), order[0])
-        taken.add(problems[k].prompt)
+        taken.append(problems[k].prompt)  # a text, or messages, which have no hash
         chosen.append(Choice(problems[k], better[k], chance))
     return chosen
 

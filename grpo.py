@@ -96,6 +96,7 @@ class Args(Flags):
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04; R1: 0.001)."""
     kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

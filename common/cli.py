@@ -8,6 +8,8 @@ before it begins. Parsing, and printing of the errors, is in `launch`.
 import contextlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TextIO, get_type_hints
@@ -36,9 +38,20 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         raise kind(f"{what} ({in_one_line(error)})") from error
 
 
+@contextlib.contextmanager
+def screen(stream: TextIO) -> Iterator[None]:
+    """Print to stdout or stderr inside. If the reader of a pipe has ended (`| head -1`), this and
+    all that follows goes nowhere, and the program goes on."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def say(*lines: str, file: TextIO | None = None) -> None:
     """Print lines to `file` (default: stdout) and flush it."""
-    print(*lines, sep="\n", file=file, flush=True)
+    with screen(file or sys.stdout):
+        print(*lines, sep="\n", file=file, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:
@@ -155,6 +168,10 @@ class Flags:
     def compares(self) -> bool:
         """Tell whether the file compares the responses of a group, so that a group needs two."""
         return True
+
+    # Whether the file's own mechanism acts on π_θ/π_old, which --minibatches 1 leaves at 1. Having
+    # no type, this is no flag.
+    acts_on_ratio = False
 
 
 def broken_rule(args: Flags) -> str:

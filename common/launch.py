@@ -1,7 +1,6 @@
 """The start of every program: it reads the command line, joins the ranks, and prints errors."""
 
 import contextlib
-import errno
 import importlib.util
 import io
 import os
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line
+from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
 from common.clock import SECONDS
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
@@ -43,6 +42,10 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     world = ALONE
     code = 0
     try:
+        if sys.flags.optimize > 1:
+            raise BadInput(
+                "PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: unset it"
+            )
         world = setup()
         args = parse(Args)
         if prepare:
@@ -82,14 +85,12 @@ def report(error: Exception, world: World) -> None:
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = getattr(error, "phase", "update or set-up")  # see `timed`
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
-    elif getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
-        message = f"{error}: make room, then go on with --resume"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
         traceback.print_exc()
         return
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    say(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
 
 
 def parse(Args: type[Flags]) -> Flags:
@@ -97,17 +98,24 @@ def parse(Args: type[Flags]) -> Flags:
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
-        if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
+        value = words[place + 1].lower() if word == "--resume" and words[place + 1 :] else ""
+        if value in ("true", "false"):  # as config.json writes it
+            words[place + 1] = value.capitalize()
+        elif word == "--resume" and value != "auto":
             words[place] = "--resume=True"  # what --resume without a value means
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(Args, args=words, description=description, use_underscores=True)
+            args = tyro.cli(Args, args=words, description=description, use_underscores=True)
     except SystemExit as stop:
         if stop.code:
             words = re.sub("[─│╭╮╰╯]|-{3,}", " ", said.getvalue()).split()
             raise BadInput(" ".join(words)) from None
         raise  # after --help
+    for name, value in vars(args).items():
+        if isinstance(value, str) and value.startswith("~"):  # a shell leaves it so behind =
+            setattr(args, name, os.path.expanduser(value))
+    return args
 
 
 def check(args: Flags, world: World) -> None:
@@ -143,8 +151,8 @@ def resolve_auto(args: Flags, world: World, model: str) -> None:
     """Replace each `auto` for this model and machine; check that ranks divide into groups."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, too long for an embedded model
-        vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
-        args.rollout = "vllm" if vllm else "hf"
+        found = importlib.util.find_spec("vllm") if gpu and model not in EMBEDDED else None
+        args.rollout = "vllm" if found and found.origin else "hf"  # a mere folder has no origin
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"

@@ -1,22 +1,22 @@
 """Loading a model and its tokenizer. Models that would be computed wrongly are refused here."""
 
-import contextlib
 import hashlib
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file, logging
 
 from common.cli import BadInput, blame, say
 from common.distributed import ALONE, World, from_rank_0
+from common.scale.folder import after_training, check_rope, eos_ids, fault_of, left_out, read_json
 from common.scale.head import head_of, head_product
 
 logging.disable_progress_bar()  # the run has its own
+ENCODER_DECODERS = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 TINY = Path(__file__).with_name("tiny")
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 EMBEDDED = {
@@ -33,14 +33,17 @@ def source_of(name: str, flag: str = "--model") -> str:
     """Return the folder or hub name of a model; raise BadInput if it can be neither."""
     source = str(EMBEDDED.get(name, name))
     if name and Path(source).is_dir():
-        if not any(Path(source).glob("*.safetensors")):
-            raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
-        both = ("model.safetensors", "model.safetensors.index.json")
-        if all(Path(source, file).exists() for file in both):
-            raise BadInput(f"{flag} {name}: holds {' and '.join(both)}: remove the older weights")
+        if wrong := fault_of(Path(source)):
+            raise BadInput(f"{flag} {name}: {wrong}")
+    elif Path(source).is_file():
+        raise BadInput(f"{flag} {name}: is a file; use a folder with config.json and *.safetensors")
     elif name.count("/") != 1:  # not a hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
+    else:
+        unknown = "no such folder, and as a hub name neither cached nor within reach"
+        with blame(f"{flag} {name}: {unknown}"):
+            cached_file(source, "config.json")
     return source
 
 
@@ -50,11 +53,18 @@ def config_of(source: str) -> PreTrainedConfig:
     The file may name another attention, even a kernel that transformers would download and run, and
     that would win over the argument of `from_pretrained`.
     """
+    check_rope(read_json(source, "config.json"))
     config = AutoConfig.from_pretrained(source, **SAFE)
     # Refuse it here, before transformers asks for the package of its quantisation method.
     if getattr(config, "quantization_config", None):
         raise ValueError("its weights are quantised: use a checkpoint that is not")
+    # Some decoders are called encoder-decoders, too, but their kind is not.
+    if config.is_encoder_decoder and config.model_type in ENCODER_DECODERS:
+        raise ValueError(f"{config.model_type} is an encoder-decoder: use a decoder-only model")
     config._attn_implementation = None
+    config.return_dict = True
+    if (getattr(config, "pad_token_id", None) or 0) < 0:
+        config.pad_token_id = None  # -1 would freeze the embedding of the last token
     return config
 
 
@@ -78,29 +88,36 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     source = source_of(name, flag)
     logging.set_verbosity_error()  # check_weights refuses what transformers only warns about
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
-    # transformers refuses to load, or to save, some models' own generation configs: see read_json.
+    # transformers refuses to load some models' own generation configs: see read_json.
     report["generation_config"] = GenerationConfig()
     known = None  # only rank 0 knows EOS, whether the head is tied, and the attention
     with blame(f"{flag} {name}: cannot be loaded"):
+        config = config_of(source)  # before the tokenizer, which reads it, too
+        start = Path(cached_file(source, "config.json")).parent
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise ValueError("no tokenizer")  # transformers has made up an empty one
-        config = config_of(source)
         options = SAFE | {"config": config, "dtype": torch.float32}
         if world.rank == 0:
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            read = read_json(source, "generation_config.json")
-            declared = read or read_json(source, "config.json")
-            eos = eos_ids(declared.get("eos_token_id"), tokenizer)
+            if left := left_out(lm, loaded["unexpected_keys"], start):
+                say(f"{name}: {len(left)} weights are not loaded or saved, first: {left[0]}")
+            own = read_json(source, "config.json")
+            generation = read_json(source, "generation_config.json")
+            if generation.get("stop_strings"):
+                say(f"{name}: responses end at EOS tokens alone, not at its stop_strings")
+            eos = eos_ids((generation or own).get("eos_token_id"), tokenizer)
             # Look at the weights, because a file may have a head although config.json says tied.
             tied = lm.lm_head.weight is lm.get_input_embeddings().weight
             known = eos, tied, lm.config._attn_implementation
             # A hash for config.json, because a resumed run must have begun from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
-            lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
+            own = after_training(own, lm, tied)
+            generation["eos_token_id"] = eos if len(eos) > 1 else eos[0]
+            lm.own = {"config.json": own, "generation_config.json": generation}  # to be saved
     if world.size > 1:
         known = from_rank_0(known)
     eos, config.tie_word_embeddings, config._attn_implementation = known
@@ -113,14 +130,8 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
     tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
+    tokenizer.start = start  # the folder of the model, whose files `save_model` copies
     return lm, tokenizer
-
-
-def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that cannot be saved, before it is trained."""
-    with blame(f"--save_hf: {name} cannot be saved"), TemporaryDirectory() as folder:
-        config_of(source_of(name)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 def check_weights(loaded: dict) -> None:
@@ -142,12 +153,6 @@ def check_structure(lm: PreTrainedModel) -> None:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     if lm.base_model is lm or not hasattr(getattr(lm, "lm_head", None), "weight"):
         raise ValueError(f"{name} has no lm_head over a base model: not supported")
-    # These types depend on the longest row of a micro-batch, and so would a row's log-probs.
-    for kind in ("dynamic", "longrope"):
-        if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe nested by layer
-            raise ValueError(
-                f"RoPE type {kind} scales by the batch's longest row: use another model"
-            )
     some = torch.linspace(0, len(lm.lm_head.weight) - 1, 12).long()  # [12]
     ids = torch.stack([some[:8], torch.cat([some[:4], some[8:]])])  # [2, 8]: the first 4 are equal
 
@@ -174,36 +179,3 @@ def check_structure(lm: PreTrainedModel) -> None:
         say(f"{name}: sdpa is not its attention, so eager is used: slower, and more memory")
     else:
         lm.set_attn_implementation(usual)
-
-
-def read_json(source: str, name: str) -> dict:
-    """Read a model's JSON file unchanged; return {} if it is missing or holds no JSON object."""
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(Path(cached_file(source, name)).read_bytes())
-        return read if isinstance(read, dict) else {}
-    return {}
-
-
-def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """List the token ids that end a response: those that a model declares, the tokenizer's EOS, and
-    the chat template's end of a turn, which base models do not declare."""
-    ids = declared if isinstance(declared, list) else [declared]
-    ids = [one for one in dict.fromkeys([*ids, tokenizer.eos_token_id]) if one is not None]
-    if not ids or not all(isinstance(one, int) for one in ids):
-        raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
-    turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
-    if turn_end:
-        token = tokenizer.decode(turn_end)
-        say(f"a response also ends at {token}, with which the chat template ends a turn")
-    return ids + turn_end
-
-
-def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special token, if any, with which the chat template ends the assistant's turn."""
-    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "So it is."}]
-    with contextlib.suppress(Exception):  # no template, or one that refuses this chat
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        behind = text.partition("So it is.")[2].strip()
-        first = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
-        return [first] if tokenizer.added_tokens_decoder[first].special else []
-    return []

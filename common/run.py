@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,13 +15,12 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.batch import Rollout
-from common.cli import BadInput, Flags, RunStopped, blame, say
+from common.cli import BadInput, Flags, RunStopped, blame, in_one_line, say, screen
 from common.clock import SECONDS, wait_for_gpu
 from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
 from common.metrics import Means
-from common.model import check_saving
 from common.records.checkpoint import (
     checkpoint_to_resume,
     cut_back,
@@ -30,11 +30,12 @@ from common.records.checkpoint import (
 from common.records.curves import draw_run
 from common.records.files import append, new_folder, read_lines, saved_config, write
 from common.records.samples import Samples, before_and_after
-from common.records.summary import ending_of, summary_of
+from common.records.summary import ending_of, equal_rewards, summary_of
 
 START = time.perf_counter()  # about when the program started
 MOST_SKIPPED = 3  # NaN or infinite gradients in a row that stop the run
 MOST_APART = 3  # steps in a row that stop the run if sampler and trainer disagree in all of them
+FIRST = 3  # steps after which a run says whether rewards have differed at all
 # The largest mean |log π_old - log μ| that we accept, by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
 SHOWN = ("reward", "greedy", "tokens_per_s")  # metrics on the progress bar
@@ -74,7 +75,7 @@ class Run:
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
-        self.folder = Path(name).expanduser()
+        self.folder = Path(name)
         if task.fingerprint != from_rank_0(task.fingerprint):
             raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # the checkpoint to continue from
@@ -92,10 +93,11 @@ class Run:
     def _lock_folder(self) -> None:
         """Keep other processes out of the folder until this program ends."""
         lock = FileLock(self.folder / ".lock")
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            raise BadInput(f"--resume: a run is under way in {self.folder}") from None
+        with blame(f"--run_dir {self.folder}: cannot be used"):
+            try:
+                lock.acquire(blocking=False)
+            except Timeout:
+                raise BadInput(f"--resume: a run is under way in {self.folder}") from None
         self.world.closing.callback(lock.release)
 
     def start(self, done: int) -> None:
@@ -103,8 +105,6 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
-            if args.save_hf:
-                check_saving(args.model, self.task.tokenizer)
             saved = saved_config(self.folder) if done else {}
             self.config["id"] = saved.get("id") or uuid4().hex[:12]  # because names may repeat
             self.config["history"] = saved.get("history", [])
@@ -145,15 +145,17 @@ class Run:
         """Yield the numbers of the steps to do, until a signal asks to stop. Rank 0 also shows a
         progress bar."""
         done, last = self.done, self.args.steps
-        self.bar = tqdm(
-            total=last, initial=done, disable=self.world.rank > 0, dynamic_ncols=True, unit="step"
-        )
-        self.world.closing.callback(self.bar.close)
+        how = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
+        with screen(sys.stderr):
+            self.bar = tqdm(total=last, initial=done, **how)
         for step in range(done + 1, last + 1):
             if self.stopping:
-                return
+                break
             yield step
-            self.bar.update()
+            with screen(sys.stderr):
+                self.bar.update()
+        with screen(sys.stderr):
+            self.bar.close()
 
     def due(self, step: int, every: int) -> bool:
         """Tell whether `every` divides this step, or it is the last one. After `log`, a signal may
@@ -172,6 +174,8 @@ class Run:
         self.done = step
         self.stopping = self.world.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
+        if step == FIRST:
+            self.say(*self._equal_rewards())
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -233,34 +237,51 @@ class Run:
             )
         return sampler
 
+    def _equal_rewards(self) -> list[str]:
+        """Return the warning that no group has had unequal rewards; [] if one has, or need not."""
+        if self.world.rank > 0 or not self.args.compares():
+            return []
+        return equal_rewards(read_lines(self.folder / "metrics.jsonl")[1:])
+
     def finish(self) -> None:
-        """Draw the curves. After the last step, also write summary.json and print what happened."""
+        """After the last step, write summary.json and print what happened. Draw the curves last: a
+        run that has come to its end must not fail in matplotlib."""
         if self.world.rank > 0:
             return
-        self.bar.close()
-        curves = draw_run(self.folder, self.config) if self.done else ""
         if self.done < self.args.steps:
             self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
-            return
+        else:
+            self._conclude()
+        if self.done:
+            try:
+                self.say(f"curves   {draw_run(self.folder, self.config)}")
+            except Exception as error:
+                self.say(f"curves   cannot be drawn ({in_one_line(error)})")
+
+    def _conclude(self) -> None:
+        """Write summary.json and print what happened."""
         lines = read_lines(self.folder / "metrics.jsonl")
         if "greedy" not in lines[-1]:
             self.say(f"step {self.done} is not evaluated: a signal came; below is an earlier step")
         summary = summary_of(lines)
         write(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        equal = self._equal_rewards()
+        self.say(*equal)
         samples = self.folder / "samples.jsonl"
         if samples.is_file():
             self.say(*before_and_after(read_lines(samples)), "")
         for how in ("greedy", "sampled"):
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
-        self.say(f"greedy   {ending_of(summary)}")
-        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
+        self.say(f"greedy   {ending_of(summary)}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
-        if acted and not any(acted):  # a null, which stands for NaN, does not count as acting
-            idle = f"{self.acted} was 0 at every step"
-            if self.args.minibatches == 1:  # nothing is wrong
-                self.say(f"{idle}: with --minibatches 1 no ratio leaves 1, and no clip can act")
-            else:
-                self.say(f"\nWARNING: {idle}: its mechanism never acted (too few steps?).")
+        if not acted:
+            idle = f"{self.acted} has no value at any step: too few, or a flag turned it off"
+        elif self.args.acts_on_ratio and self.args.minibatches == 1:  # nothing is wrong
+            idle = f"{self.acted} was 0 at every step: with --minibatches 1 no ratio leaves 1"
+        else:
+            idle = f"WARNING: {self.acted} was 0 at every step: it never acted (too few steps?)"
+        if not equal and not any(acted):  # a null, which stands for NaN, does not count as acting
+            self.say("", idle)
         if samples.is_file():
             self.say(f"\nlook at it: python -m tools.page {self.folder}")

@@ -292,6 +292,7 @@ def sheet(
     title: str, *panels: str, width: float = 9.0, height: float = 4.2, rows: int = 1
 ) -> tuple:
     """Make a figure under its finding; return it with an axis for each panel's title."""
+    os.environ["MPLBACKEND"] = "agg"  # as in common/records/curves.py
     from matplotlib.figure import Figure  # here, because it takes a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -85,6 +85,9 @@ class Args(Trunk):
     teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
 
+    def compares(self) -> bool:
+        return False  # the baseline is V, which learns from equal rewards, too
+
 
 def advantages(rewards: Tensor, expected: Tensor) -> Tensor:
     """Return R - V `[P, G]`. The baseline V, `expected [P]`, is predicted from the prompts."""

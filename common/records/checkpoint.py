@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import takewhile
@@ -14,11 +15,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.core_model_loading import revert_weight_conversion
 
 from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import timed
@@ -32,6 +35,8 @@ FREE_ON_RESUME = set(
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
     gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
+# The files of a tokenizer and its chat template.
+OF_A_TOKENIZER = r"(tokenizer|vocab|merges|special_|added_|chat_|spiece|tekken).*|.*\.tiktoken"
 # Flags of an algorithm's file that must not change even with --back_to: the sizes of a rollout.
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
 
@@ -95,8 +100,12 @@ def save_checkpoint(
             sync(partial)
             partial.rename(final)
             sync(final.parent)
-            for old in checkpoints(folder)[:-keep]:
+    if world.rank == 0:
+        for old in checkpoints(folder)[:-keep]:
+            try:
                 shutil.rmtree(old)
+            except OSError as error:  # somebody's link, perhaps, to a disk with more room
+                say(f"\n{old} cannot be removed ({error})", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -151,7 +160,9 @@ def load_checkpoint(
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Write the model in the Hugging Face format, which transformers, vLLM and `--model` can load.
 
-    It is written under another name and renamed when complete.
+    The files beside the weights are the model's own from before training. transformers would write
+    them in the spelling of its present version, which earlier versions read wrongly. All is written
+    under another name and renamed when complete.
     """
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, and rank 0 keeps
@@ -160,10 +171,13 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
     if world.rank == 0:
         partial = folder.with_name(f"{folder.name}.partial")
         with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
-            policy.lm.save_pretrained(partial, state_dict=weights)
-            generation = json.dumps(policy.lm.generation, indent=2)
-            (partial / "generation_config.json").write_text(generation, "utf-8")
-            tokenizer.save_pretrained(partial)
+            partial.mkdir(exist_ok=True)
+            save_torch_state_dict(revert_weight_conversion(policy.lm, weights), partial)
+            for path in tokenizer.start.iterdir():
+                if re.fullmatch(OF_A_TOKENIZER, path.name):
+                    shutil.copyfile(path, partial / path.name)
+            for name, entries in policy.lm.own.items():
+                (partial / name).write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
 

@@ -1,5 +1,6 @@
 """The picture of one run, curves.png, from its config.json and its metrics.jsonl."""
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 def sheet(titles: dict[str, str], heading: str) -> tuple:
     """Make a figure with an empty panel for each metric, three in a row; return it and the axes."""
+    # A Figure needs no backend. A notebook hands its own to its programs, whose Python may lack it.
+    os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure  # here, because it takes a second to import
 
     rows, axes = -(-len(titles) // 3), {}

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from common.cli import BadInput, blame
+from common.cli import BadInput, RunStopped, blame
+
+# Perhaps the disk is full or read-only, or somebody has moved the folder.
+UNWRITTEN = "cannot write {}; go on with --resume once that is fixed"
 
 
 def numbered(name: Path) -> Iterator[Path]:
@@ -50,7 +53,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def write(path: Path, text: str) -> None:
     """Write a text atomically."""
-    with atomic_write(path) as partial:
+    with blame(UNWRITTEN.format(path), RunStopped), atomic_write(path) as partial:
         partial.write_text(text, "utf-8")
 
 
@@ -74,9 +77,11 @@ def as_lines(rows: list[dict]) -> str:
 
 def append(path: Path, rows: list[dict]) -> None:
     """Append rows to a JSON-lines file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(as_lines(rows))
-    sync(path)
+    text = as_lines(rows)
+    with blame(UNWRITTEN.format(path), RunStopped):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+        sync(path)
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -29,3 +29,13 @@ def ending_of(summary: dict) -> str:
     best = f"best {summary['best']:.2f} at step {summary['best_step']}"
     ending = f"{best}, now {summary['greedy_after']:.2f}"
     return f"{ending}: it fell" if summary["fell"] else ending
+
+
+def equal_rewards(lines: Sequence[dict]) -> list[str]:
+    """Return a warning if at all these steps the rewards of every group were equal; else []."""
+    if not all(line.get("zero_groups") == 1 for line in lines):
+        return []
+    mean = sum(line["reward"] for line in lines) / len(lines)
+    hints = {0: ": is an answer found? See samples.jsonl", 1: ": the task is too easy"}
+    equal = f"in {len(lines)} steps the rewards of every group were equal, {mean:.3g} on average"
+    return [f"\nWARNING: nothing to learn from: {equal}{hints.get(mean, '')}"]

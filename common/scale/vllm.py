@@ -37,12 +37,12 @@ class VLLMEngine:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
-            import vllm
+            from vllm import LLM, SamplingParams
         ranks = args.tensor_parallel
         options = vllm_options(args, lm, world, record_experts)
         self.top = min(record_top, lm.config.vocab_size)
         options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # default: 20
-        self.SamplingParams = vllm.SamplingParams
+        self.SamplingParams = SamplingParams
         self.world = world
         self.calls = 0
         self.eos = lm.generation_config.eos_token_id
@@ -57,7 +57,7 @@ class VLLMEngine:
         if world.rank == 0:
             say("vLLM starts; the first time this takes one to three minutes")
         try:
-            self.llm = vllm.LLM(**options)
+            self.llm = LLM(**options)
         except (TypeError, ValueError, AssertionError) as error:  # for example too little memory
             why = "another --vllm_memory, a lower --max_new_tokens, or other --vllm options"
             raise BadInput(f"vLLM does not start: {why} ({in_one_line(error)})") from error

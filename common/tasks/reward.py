@@ -78,12 +78,18 @@ def load_task_file(spec: str, source: str = "") -> object:
     `source` is the file's text, if it has been read already.
     """
     file, name = TASK_FILE.fullmatch(spec).groups()
-    file = os.path.abspath(file)
-    sys.path.append(os.path.dirname(file))  # last, so that a file beside it shadows no library
+    file = os.path.realpath(file)  # its helpers are beside the file, not beside a link to it
+    source = source or read_task_file(spec)
+    folder, root = Path(file).parent, Path(__file__).parents[2]
+    beside, ours = ({path.stem for path in place.iterdir()} for place in (folder, root))
+    both = beside & ours & set(re.findall(r"(?m)^\s*(?:from|import) +(\w+)", source))
+    if both and folder != root:
+        raise BadInput(f"--task {spec}: rename {min(both)} beside it, this repository has one, too")
+    sys.path.append(str(folder))  # last, so that a file beside it shadows no library
     module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would mean a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
-    exec(compile(source or read_task_file(spec), file, "exec", dont_inherit=True), vars(module))
+    exec(compile(source, file, "exec", dont_inherit=True), vars(module))
     if name and not hasattr(module, name):
         raise BadInput(f"--task {spec}: {name} is not in the file")
     return getattr(module, name) if name else module

@@ -14,6 +14,7 @@ from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, entropies, response_logprobs
 from common.model import EMBEDDED, config_of, load_model
 from common.records.checkpoint import save_model
+from common.scale.folder import left_out
 from common.rollout import HFEngine
 from common.scale.head import Head, TokenLogprobs
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -273,6 +274,16 @@ def rope(kind: str) -> dict:
     return {"rope_parameters": given | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}
 
 
+def encoder_decoder(folder: Path) -> None:
+    shape = {"vocab_size": 18, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    lm = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **shape))
+    lm.save_pretrained(folder)
+
+
+def nested_eos(folder: Path) -> None:
+    changed(folder / "generation_config.json", eos_token_id=[[1], 2])
+
+
 INDEXED = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16, "n_routed_experts": 4}
 INDEXED |= {"q_lora_rank": 8, "qk_rope_head_dim": 8, "num_experts_per_tok": 2}
 TWO_WAYS = WIDE | {"use_bidirectional_attention": True, "tie_word_embeddings": False}
@@ -289,6 +300,12 @@ DAMAGES = [  # entries of config.json, or a function; what is said
     (lambda folder: untrained("gemma3_text", folder, **TWO_WAYS), "is not causal"),
     (lambda folder: untrained("hy_v4", folder, **WIDE | INDEXED), "indexer is not causal"),
     (lambda folder: untrained("bert", folder, **SHAPE, is_decoder=True), "has no lm_head over"),
+    (rope("mrope"), "RoPE type that transformers lacks, mrope"),
+    ({"rope_scaling": {"type": "su"}}, "RoPE type su scales"),
+    (encoder_decoder, "bart is an encoder-decoder"),
+    (lambda folder: (folder / "generation_config.json").write_text("{no json"), "is damaged"),
+    (lambda folder: (folder / "generation_config.json").write_text("[1]"), "is damaged"),
+    (nested_eos, "no EOS tokens by number"),
 ]
 
 
@@ -339,15 +356,13 @@ GENERATION = {  # generation_config.json: the EOS ids that a run takes from it
     '{"eos_token_id": [2, 1], "temperature": -1, "num_beams": 0}': [2, 1],
     '{"num_return_sequences": 4, "early_stopping": true}': [1],
     '{"eos_token_id": 2, "of a later version": {"a": [null]}}': [2, 1],
-    "[1]": [1],
-    "{no json": [1],
 }
 
 
 @pytest.mark.parametrize("text", GENERATION)
 def test_no_generation_config_stops_loading_or_saving(folder, text, tmp_path, world):
-    """transformers refuses each of these either at loading or at saving. What is saved is what was
-    read, with the EOS ids of the run."""
+    """transformers refuses each of these. What is saved is what was read, with the EOS ids of the
+    run."""
     path = folder / "generation_config.json"
     path.write_text(text)
     lm, tokenizer = load_model(str(folder))
@@ -355,21 +370,99 @@ def test_no_generation_config_stops_loading_or_saving(folder, text, tmp_path, wo
     save_model(Policy(lm), tokenizer, tmp_path / "saved", world)
     saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
     eos = GENERATION[text] if len(GENERATION[text]) > 1 else 1
-    read = json.loads(text) if "{" in text and text != "{no json" else {}
-    assert saved == read | {"eos_token_id": eos}
+    assert saved == json.loads(text) | {"eos_token_id": eos}
     assert load_model(str(tmp_path / "saved"))[0].generation_config.eos_token_id == GENERATION[text]
 
 
-def test_a_run_that_cannot_save_its_model_says_so_before_it_begins(tmp_path, monkeypatch, capsys):
-    def fails(*arguments: object, **keywords: object) -> None:
-        raise ValueError("no such vocabulary")
+def as_transformers_4(folder: Path) -> dict[str, dict]:
+    """Write the folder's JSON files in an earlier spelling, and return them."""
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    config |= {"rope_theta": theta, "rope_scaling": None, "torch_dtype": "bfloat16"}
+    del config["dtype"]
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"tokenizer_class": "PreTrainedTokenizerFast", "of another version": [1]}
+    files = {"config.json": config, "tokenizer_config.json": tokenizer}
+    files["special_tokens_map.json"] = {"eos_token": "<eos>"}
+    for name, entries in files.items():
+        (folder / name).write_text(json.dumps(entries))
+    return files
 
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fails)
-    flags = [*SMALL, "--run_dir", tmp_path / "run", "--steps", 1]
-    assert run_here(grpo.main, *flags, "--save_hf") == 2
-    said = capsys.readouterr().err
-    assert "--save_hf: tiny cannot be saved (no such vocabulary)" in said and said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+
+def from_a_hub_cache(folder: Path, home: Path, patch: pytest.MonkeyPatch) -> str:
+    """Put a model's folder into a cache of the hub; return the name by which it loads."""
+    cached = home / "models--some--model"
+    shutil.copytree(folder, cached / "snapshots/0")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0")
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home))
+    patch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(home))
+    return "some/model"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_saved_model_has_the_files_of_its_start(folder, cached, tmp_path, monkeypatch):
+    """Beside the weights only the dtype changes. So readers of earlier versions read it, too. This
+    holds for a folder and a hub name, and in a run that was resumed."""
+    files = as_transformers_4(folder)
+    start = {path.name: path.read_bytes() for path in folder.iterdir()}
+    name = from_a_hub_cache(folder, tmp_path / "hub", monkeypatch) if cached else str(folder)
+    flags = [*SMALL, "--model", name, "--lr", 1e-4, "--max_new_tokens", 8, "--save_hf"]
+    flags += ["--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags, "--steps", 1) == 0
+    assert run_here(grpo.main, *flags, "--steps", 2, "--resume") == 0
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "run/model").iterdir()}
+    assert saved.keys() == start.keys()
+    expected = files["config.json"] | {"torch_dtype": "float32"}
+    assert json.loads(saved["config.json"]) == expected
+    for name in saved.keys() - {"config.json", "generation_config.json", "model.safetensors"}:
+        assert saved[name] == start[name], name
+
+
+def test_weights_that_do_not_load_are_named_and_no_longer_promised(folder, world, capsys):
+    """transformers drops layers for multi-token prediction, in some families without a word."""
+    changed(folder / "config.json", num_nextn_predict_layers=1, use_mtp=True)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"mtp.fc.weight": torch.zeros(2)}, path, {"format": "pt"})
+    lm, tokenizer = load_model(str(folder))
+    assert "1 weights are not loaded or saved, first: mtp.fc.weight" in capsys.readouterr().out
+    lm._keys_to_ignore_on_load_unexpected = {"^mtp.*"}
+    assert left_out(lm, set(), folder) == ["mtp.fc.weight"]
+    save_model(Policy(lm), tokenizer, folder / "saved", world)
+    saved = json.loads((folder / "saved/config.json").read_text())
+    assert saved["num_nextn_predict_layers"] == 0 and saved["use_mtp"] is False
+
+
+def test_what_a_config_may_not_change(folder):
+    """A padding id of -1 would freeze the last embedding, and tuples would have no names."""
+    changed(folder / "config.json", pad_token_id=-1, return_dict=False)
+    lm, _ = load_model(str(folder))
+    assert lm.get_input_embeddings().padding_idx is None
+    assert lm(input_ids=torch.tensor([[3, 4]])).logits.shape[:2] == (1, 2)
+
+
+def pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
+    (folder / "model.safetensors").write_text(text)
+
+
+def only_sentencepiece(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
+FAULTS = [
+    (pointer, "Git LFS pointer instead of the file, .'model.safetensors'"),
+    (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter"),
+    (only_sentencepiece, "tokenizer.model needs sentencepiece and protobuf"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), FAULTS)
+def test_a_fault_of_a_folder_is_named_before_it_is_loaded(folder, damage, message, monkeypatch):
+    monkeypatch.setattr("common.scale.folder.is_sentencepiece_available", lambda: False)
+    damage(folder)
+    with pytest.raises(BadInput, match=f"^--model {folder}: .*{message}"):
+        load_model(str(folder))
 
 
 @pytest.mark.parametrize(("end", "eos"), [("<pad>\n", [1, 0]), ("<eos>", [1]), ("\n\n", [1])])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checks.files import VARIANTS
 
 from tests.helpers import ROOT, forked, refused
 
@@ -87,9 +88,18 @@ tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
 tools.maintain --only nope
+variants
+variants nope
 """.split("\n")[1:-1]
 
 
 @pytest.mark.parametrize("call", WRONG_CALLS)
 def test_a_wrong_call_of_a_program_is_one_line(call, monkeypatch, capsys):
     refused(monkeypatch, capsys, *call.split())
+
+
+def test_every_variants_loop_can_be_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["variants", *VARIANTS])
+    monkeypatch.delitem(sys.modules, "variants.__main__", raising=False)
+    runpy.run_module("variants", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out.count("\ndef main(") + 1 == len(VARIANTS)

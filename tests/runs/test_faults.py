@@ -2,8 +2,11 @@
 can be resumed."""
 
 import errno
+import os
+from pathlib import Path
 
 import common.records.checkpoint
+import common.records.files
 import grpo
 import pytest
 import torch
@@ -83,3 +86,36 @@ def test_a_full_disk_on_one_of_two_ranks(tmp_path):
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
     assert command("grpo", *flags, "--resume", ranks=2).codes == [0, 0]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOENT, errno.ENOSPC])
+def test_a_run_folder_that_cannot_be_written_is_one_line(number, tmp_path, monkeypatch, capsys):
+    """It is read-only, moved away or on a full disk. Resume goes on."""
+    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
+    synced, calls = common.records.files.sync, []
+
+    def sync(path: Path) -> None:
+        calls.append(path.name == "metrics.jsonl")
+        if sum(calls) == 4:
+            raise OSError(number, os.strerror(number))
+        synced(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("common.records.files.sync", sync)
+        assert run_here(grpo.main, *flags) == 1
+    said = capsys.readouterr().err
+    assert os.strerror(number) in said and "--resume" in said and "Traceback" not in said
+    assert run_here(grpo.main, *flags, "--resume") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(tmp_path, capsys):
+    """It is a link to a disk with more room."""
+    flags = [*SMALL, "--keep", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags, "--steps", 2) == 0
+    old = tmp_path / "run/checkpoints/step_000002"
+    old.rename(tmp_path / "elsewhere")
+    old.symlink_to(tmp_path / "elsewhere")
+    assert run_here(grpo.main, *flags, "--steps", 4, "--resume") == 0
+    assert f"{old} cannot be removed" in capsys.readouterr().err
+    assert [path.name for path in checkpoints(tmp_path / "run")][-1] == "step_000004"

@@ -1,22 +1,32 @@
 """Bad input in flags, files and environment gives one line and exit code 2, and writes nothing."""
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
 import grpo
 import pytest
+import torch
 from checks import run_of
 from checks.files import ALGORITHMS
+from common.distributed import World
+from common.launch import parse, resolve_auto
+from common.tasks.reward import load_task_file
 from transformers import Qwen3Config
 
-from tests.helpers import SMALL, module_of, run_here, started
+from tests.helpers import SMALL, metrics, module_of, run_here, small, started
 
 # What is in a folder of the test stands for its name
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
+    ("grpo", "--task clash/task.py", "rename tools beside it"),
+    ("grpo", "--model bad.jsonl", "bad.jsonl: is a file"),
+    ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
+    ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
+    ("grpo", "--task=~/nowhere.jsonl", f"{Path.home()}/nowhere.jsonl: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
@@ -49,6 +59,9 @@ def files(tmp_path_factory) -> Path:
     (folder / "twice").mkdir()
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (folder / "twice" / name).touch()
+    (folder / "clash").mkdir()
+    (folder / "clash/task.py").write_text("from tools import score\n")
+    (folder / "clash/tools.py").write_text("score = len\n")
     (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is
@@ -98,3 +111,75 @@ def test_exit_code_and_line_of_the_real_command():
     run = started("grpo.py", "--clip_high", "nan")
     assert run.returncode == 2 and "--clip_high nan" in run.stderr
     assert run.stderr.count("\n") == 1 and not run.stdout
+
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+MESSAGES = """
+def problem(i):
+    return [{"role": "user", "content": f"{i} + 1?"}], str(i + 1)
+
+train = problem
+held_out = [problem(i) for i in range(9)]
+
+def reward(response, answer):
+    return len(response) % 2
+
+def reply(response, answer):
+    return None
+"""
+OWN = {"blockwise": ["--marker", "="], "tool": ["--turn_end", "="]}  # for texts that are no sums
+QUICK = ("grpo", "goldilocks")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS],
+)
+def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
+    """Every file reads the prompt of a problem as a text or as a list of messages."""
+    model = Path(shutil.copytree(words, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "chats.py").write_text(MESSAGES)
+    flags = [*small(algorithm), *OWN.get(algorithm, []), "--max_new_tokens", 24]
+    if algorithm == "opd":
+        flags += ["--teacher", model]
+    flags += ["--steps", 2, "--lr", 1e-4, "--model", model, "--task", tmp_path / "chats.py"]
+    assert run_here(module_of(algorithm).main, *flags, "--run_dir", tmp_path / "run") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+RESUMES = {"": True, "True": True, "true": True, "False": False, "false": False, "auto": "auto"}
+
+
+@pytest.mark.parametrize("value", RESUMES)
+def test_resume_takes_the_words_of_config_json(value, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
+    args = parse(grpo.Args)
+    assert args.resume == RESUMES[value] and args.steps == 4
+
+
+def test_a_linked_task_file_has_the_helpers_beside_the_file(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/my_scores.py").write_text("points = 0.5\n")
+    (tmp_path / "real/task.py").write_text("from my_scores import points\n")
+    (tmp_path / "task.py").symlink_to(tmp_path / "real/task.py")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    assert load_task_file(str(tmp_path / "task.py")).points == 0.5
+
+
+def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
+    """Python imports any folder as a package without content."""
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    args = grpo.Args(model="some/model")
+    resolve_auto(args, World(0, 1, torch.device("cuda")), args.model)
+    assert args.rollout == "hf"
+    assert run_here(grpo.main, *SMALL, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
+    assert "--rollout vllm: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_python_without_docstrings_is_refused():
+    run = started("grpo.py", PYTHONOPTIMIZE="2")
+    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr and run.stderr.count("\n") == 1

@@ -1,10 +1,14 @@
 """Whole runs: what they say."""
 
+import os
+import subprocess
+import sys
+
 import grpo
 import pytest
 from common.records.summary import summary_of
 
-from tests.helpers import SMALL, run_here
+from tests.helpers import ROOT, SECONDS, SMALL, module_of, run_here
 
 
 def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
@@ -16,13 +20,64 @@ def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
     assert "weights not synced" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("updates, warned", [(1, False), (2, True)])
-def test_a_clip_that_never_acts_is_a_warning_where_it_could(tmp_path, capsys, updates, warned):
-    """With one mini-batch no ratio leaves 1, so nothing is wrong."""
-    flags = [*SMALL, "--steps", 1, "--minibatches", updates, "--run_dir", tmp_path / "run"]
-    assert run_here(grpo.main, *flags, "--clip_low", 1, "--clip_high", 9) == 0
-    said = capsys.readouterr().out
-    assert "clip_share was 0 at every step" in said and ("WARNING" in said) == warned
+WIDE = "--clip_low 1 --clip_high 9"  # a clip that nothing reaches
+IDLE = [  # a file, its flags, and whether it ends with a warning
+    ("grpo", f"--minibatches 1 {WIDE}", False),  # no ratio leaves 1
+    ("grpo", f"--minibatches 2 {WIDE}", True),
+    ("stapo", "--minibatches 1 --tau_p 0", True),  # its mask reads no ratio
+    ("vcpo", "--lag 0 --no_ess_scaling", False),
+]
+
+
+@pytest.mark.parametrize("algorithm, flags, warned", IDLE)
+def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
+    algorithm, flags, warned, tmp_path, capsys
+):
+    module = module_of(algorithm)
+    words = [*SMALL, "--steps", 1, *flags.split(), "--run_dir", tmp_path / "run"]
+    assert run_here(module.main, *words) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "at every step" in line]
+    assert next(iter(module.ACTED)) in said and said.startswith("WARNING") == warned
+    assert ("ratio" in said) == (algorithm == "grpo" and not warned)
+
+
+@pytest.mark.parametrize("points, hint", [(0, "is an answer found"), (1, "too easy"), (0.3, "")])
+def test_equal_rewards_are_said_first(points, hint, tmp_path, capsys):
+    """Once after three steps, and before everything else at the end. The clip, which had nothing to
+    act on, is then no warning of its own."""
+    task = f"def train(i):\n    return '1+2=', ''\nheld_out = [train(0)]\n"
+    (tmp_path / "task.py").write_text(
+        task + f"def reward(response, answer):\n    return {points}\n"
+    )
+    flags = [*SMALL, "--steps", 4, "--task", tmp_path / "task.py", "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    warned = [number for number, line in enumerate(said) if line.startswith("WARNING")]
+    assert warned == [2, 3] and all(f"{points} on average" in said[n] for n in warned)
+    assert "in 3 steps" in said[2] and "in 4 steps" in said[3] and hint in said[3]
+
+
+def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path, monkeypatch, capsys):
+    def fails(*arguments: object) -> None:
+        raise ValueError("no such backend")
+
+    monkeypatch.setattr("common.run.draw_run", fails)
+    assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run") == 0
+    assert capsys.readouterr().out.endswith("curves   cannot be drawn (no such backend)\n")
+    assert (tmp_path / "run/summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_screen_that_ends_and_a_backend_that_is_missing_fail_no_run(tmp_path):
+    """As in `python grpo.py 2>&1 | head -1` in a notebook's environment."""
+    words = [sys.executable, "grpo.py", *SMALL, "--steps", "1", "--run_dir", str(tmp_path / "run")]
+    environment = os.environ | {"MPLBACKEND": "module://of_a_notebook"}
+    how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(words, env=environment, **how) as run:
+        run.stdout.readline()
+        run.stdout.close()
+        assert run.wait(SECONDS) == 0
+    assert {"summary.json", "curves.png"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.parametrize("last, fell", [(0.63, True), (0.65, False)])
