@@ -58,6 +58,8 @@ class Run:
     stored: dict = field(default_factory=dict)
     # The same within six small steps
     small: str = ""
+    # Flags for another model, MODEL, whose texts are no sums
+    of_words: str = ""
     # For a flag of which half the usual value does nothing: the flags it needs, or where to start
     needs: dict[str, dict] = field(default_factory=dict)
     # The first step in which it trains with all that it has

@@ -59,5 +59,6 @@ SHARED = CENTRED
 RUN = Run(
     stored={"grad_clip": 4.0},
     part_marks=True,
+    of_words="--marker =",
     refuses=(("--task arithmetic --marker 12", "--marker 12: must be one token of this model"),),
 )

@@ -127,7 +127,6 @@ def reward(response, answer):
 def reply(response, answer):
     return None
 """
-OWN = {"blockwise": ["--marker", "="], "tool": ["--turn_end", "="]}  # for texts that are no sums
 QUICK = ("grpo", "goldilocks")
 
 
@@ -140,9 +139,8 @@ def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
     model = Path(shutil.copytree(words, tmp_path / "model"))
     (model / "chat_template.jinja").write_text(CHAT)
     (tmp_path / "chats.py").write_text(MESSAGES)
-    flags = [*small(algorithm), *OWN.get(algorithm, []), "--max_new_tokens", 24]
-    if algorithm == "opd":
-        flags += ["--teacher", model]
+    own = run_of(algorithm).of_words.replace("MODEL", str(model)).split()
+    flags = [*small(algorithm), *own, "--max_new_tokens", 24]
     flags += ["--steps", 2, "--lr", 1e-4, "--model", model, "--task", tmp_path / "chats.py"]
     assert run_here(module_of(algorithm).main, *flags, "--run_dir", tmp_path / "run") == 0
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]

@@ -45,7 +45,7 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
 def test_equal_rewards_are_said_first(points, hint, tmp_path, capsys):
     """Once after three steps, and before everything else at the end. The clip, which had nothing to
     act on, is then no warning of its own."""
-    task = f"def train(i):\n    return '1+2=', ''\nheld_out = [train(0)]\n"
+    task = "def train(i):\n    return '1+2=', ''\nheld_out = [train(0)]\n"
     (tmp_path / "task.py").write_text(
         task + f"def reward(response, answer):\n    return {points}\n"
     )
