@@ -87,6 +87,7 @@ SHARED = ZSCORES
 
 
 RUN = Run(
+    of_words="--teacher MODEL",
     stored={"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
     refuses=(("--teacher nowhere", "--teacher 'nowhere': no such folder"),),
 )

@@ -111,4 +111,9 @@ def check_dropped(module: ModuleType) -> None:
     near(module.advantages_without(R, failed), expected, "advantages without failed calls", 1e-9)
 
 
-RUN = Run(stored={"beta": 0.1, "grad_clip": 6.0}, turns=True, needs={"max_turns": {"max_turns": 1}})
+RUN = Run(
+    of_words="--turn_end =",
+    stored={"beta": 0.1, "grad_clip": 6.0},
+    turns=True,
+    needs={"max_turns": {"max_turns": 1}},
+)
