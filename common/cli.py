@@ -85,23 +85,9 @@ Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= 
 class Flags:
     """The flags that describe a run rather than an algorithm; they are the same in every file."""
 
+    # What to train, and where
     model: str = "tiny"
     """Hub name, local folder, or `tiny`: the small model in this repository."""
-    eval_every: Count = 25
-    """Steps between evaluations on the held-out problems (our choice)."""
-    save_every: Count = 50
-    """Steps between checkpoints (our choice)."""
-    save_hf: bool = False
-    """Save the final model in `model` in the run folder, in float32 and Hugging Face format."""
-    resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the run folder; auto: start anew if there is none."""
-    back_to: Whole = 0
-    """With --resume: go back to the checkpoint of this step and continue with other flags of the
-    algorithm, such as a smaller lr or fewer minibatches (0: newest checkpoint, same flags)."""
-    keep: Count = 3
-    """Number of checkpoints to keep; older ones are deleted (our choice)."""
-    micro_tokens: Count = 16384
-    """Most tokens in one pass, with padding: bounds memory; same gradient (our choice)."""
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep), a .jsonl or .parquet file, a data set on the hub
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
@@ -109,24 +95,10 @@ class Flags:
     """Seed of the prompt order and of sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
     """Folder for the results (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine: vLLM or transformers (auto: vllm on GPUs if it is installed, except for the
-    embedded models)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses that the hf engine decodes together; fewer need less KV cache (our choice)."""
-    vllm_memory: PositiveShare = 0.3
-    """Share of each GPU's memory that vLLM may use, weights included (our choice)."""
-    vllm_sleep: bool = False
-    """Move vLLM's weights to CPU memory while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    vllm: tuple[str, ...] = ()
-    """KEY=VALUE ...: more options for vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest accepted mean |log π_old - log μ|; beyond it the run stops (our choice; 0: 0.001 in
-    float32, 0.05 in bfloat16, 0.1 in float8)."""
+
+    # Evaluation, and what a run writes
+    eval_every: Count = 25
+    """Steps between evaluations on the held-out problems (our choice)."""
     eval_task: str = ""
     """Data set for evaluation (default: the task's test split, or problems held back for it)."""
     eval_problems: Count = 256
@@ -136,8 +108,23 @@ class Flags:
     sample_every: Whole = 10
     """Steps between groups of responses written token by token to samples.jsonl; step 1, every
     evaluation and the last step are written too (our choice; 0: no file)."""
-    max_prompt_tokens: Count = 1024
-    """Longest prompt; longer prompts are skipped (our choice)."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+
+    # Checkpoints
+    save_every: Count = 50
+    """Steps between checkpoints (our choice)."""
+    keep: Count = 3
+    """Number of checkpoints to keep; older ones are deleted (our choice)."""
+    resume: bool | Literal["auto"] = False
+    """Continue from the newest checkpoint in the run folder; auto: start anew if there is none."""
+    back_to: Whole = 0
+    """With --resume: go back to the checkpoint of this step and continue with other flags of the
+    algorithm, such as a smaller lr or fewer minibatches (0: newest checkpoint, same flags)."""
+    save_hf: bool = False
+    """Save the final model in `model` in the run folder, in float32 and Hugging Face format."""
+
+    # Prompts and answers
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Text appended to every text prompt of a data file or hub set."""
     chat: tuple[str, ...] = ()
@@ -146,11 +133,37 @@ class Flags:
     """Column of a local file that holds the prompt."""
     answer_column: str = "answer"
     """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
+    max_prompt_tokens: Count = 1024
+    """Longest prompt; longer prompts are skipped (our choice)."""
+
+    # Sampling
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine: vLLM or transformers (auto: vllm on GPUs if it is installed, except for the
+    embedded models)."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
+    rollout_rows: Count = 1024
+    """Responses that the hf engine decodes together; fewer need less KV cache (our choice)."""
+    sampler_tolerance: NonNegative = 0.0
+    """Largest accepted mean |log π_old - log μ|; beyond it the run stops (our choice; 0: 0.001 in
+    float32, 0.05 in bfloat16, 0.1 in float8)."""
+
+    # vLLM
+    vllm_memory: PositiveShare = 0.3
+    """Share of each GPU's memory that vLLM may use, weights included (our choice)."""
+    vllm_sleep: bool = False
+    """Move vLLM's weights to CPU memory while the trainer computes."""
+    tensor_parallel: Count = 1
+    """Neighbouring ranks that share one vLLM engine."""
+    vllm: tuple[str, ...] = ()
+    """KEY=VALUE ...: more options for vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
+
+    # Memory and speed of the trainer
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of forward and backward; the master weights are always float32 (auto: bfloat16 on
     GPUs, float32 on CPUs)."""
+    micro_tokens: Count = 16384
+    """Most tokens in one pass, with padding: bounds memory; same gradient (our choice)."""
     compile: bool = False
     """Compile decoder layers and the head's softmax. On an H100 this cut the update of a few layers
     by a third; no step of a large model has been timed."""
