@@ -35,8 +35,8 @@ E[w g] = 0. But this b contains the response's own reward, and the cap changes w
 How is |g_i| found without a backward pass for each response? One backward pass of all log-probs
 brings to each linear layer, at each position s, the gradient d_s of the layer's output; x_s is the
 layer's input there. The layer's part of g_i is the sum of d_s x_sᵀ over the positions of y_i. A
-hook adds its squared norm to |g_i|² and drops it. So one pass gives the norms of all responses, and
-the batch's gradient is never formed (common/scale/norms.py has other kinds of layers, too).
+hook adds its squared norm to |g_i|² and drops it. So one pass gives the norms of all responses
+(common/scale/norms.py; tests/common/test_norms.py takes a backward pass for each and compares).
 
 Differs from grpo.py in:
 1. A queue. The first k steps only fill it. In the next k steps the trained batch gets older, from 0
