@@ -21,14 +21,10 @@ from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
 from common.metrics import Means
-from common.records.checkpoint import (
-    checkpoint_to_resume,
-    cut_back,
-    folder_to_resume,
-    how_to_continue,
-)
+from common.records.checkpoint import how_to_continue
 from common.records.curves import draw_run
 from common.records.files import append, new_folder, read_lines, saved_config, write
+from common.records.resume import checkpoint_to_resume, cut_back, folder_to_resume
 from common.records.samples import Samples, before_and_after
 from common.records.summary import ending_of, equal_rewards, summary_of
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import grpo
 import pytest
-from common.records.checkpoint import checkpoints, folder_to_resume
+from common.records.checkpoint import checkpoints
+from common.records.resume import folder_to_resume
 from common.records.files import new_folder
 from common.run import Run
 
