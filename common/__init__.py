@@ -20,7 +20,8 @@ You can understand an algorithm without these:
     answers       which text of a response is its final answer, in one spelling
     equality      whether that answer equals the reference
 `records/` holds what a run leaves in its folder:
-    checkpoint    saving, and bit-exact resume
+    checkpoint    saving and loading, bit-exact
+    resume        which run and which checkpoint goes on
     samples       some responses token by token
     curves        metrics.jsonl -> curves.png
     summary       the first, the best and the last accuracy; whether the run fell
@@ -28,6 +29,7 @@ You can understand an algorithm without these:
 `scale/` holds what large models need:
     head          log-probabilities over a vocabulary of 152k tokens, a block of rows at a time
     vllm          the vLLM engine
+    folder        the files of a model's folder: what they declare, and what is wrong with them
     routing       mixtures of experts: recording and replaying which experts get a token
     norms         the gradient norm of each response, in one pass
 `tiny/` is the embedded task and its models.
