@@ -112,7 +112,7 @@ def main() -> None:
     checks = [*CHECKS, *(name for name, flags in RUNS.items() if VLLM not in flags)]
     check = ["-m", "tests.gpu.check", "--compile"]
     if small:
-        model, prompts, tokens = "tiny", 2, 16
+        model, prompts, tokens = "tiny", 4, 16
         fast = sums = SMALL
         checks = ["gradients", "memory"]
         check.remove("--compile")
@@ -153,8 +153,9 @@ def main() -> None:
         took = time.monotonic() - began
         report(f"{time.strftime('%H:%M:%S')} {part}: {verdict} after {took:.0f} s")
         for name in programs[part]:
-            last = (out / f"{name}.log").read_text().strip().rpartition("\n")[2]
-            report(f"    {name}.log ends: {last[:200]}")
+            log = (out / f"{name}.log").read_text("utf-8", "replace").strip().splitlines()
+            for line in log[-1:] if verdict == "ok" else log[-4:]:
+                report(f"    {name}.log: {line[:200]}")
         shutil.rmtree(out / part / "checkpoints", ignore_errors=True)  # gigabytes
         if (out / part / "metrics.jsonl").is_file():
             lines = [line for line in read_lines(out / part / "metrics.jsonl") if line["step"]]
