@@ -84,7 +84,8 @@ def check_lesson(module: ModuleType) -> None:
         )
 
 
-SHARED = ZSCORES
+PARTS = [grpo.check_coefficients, grpo.check_eos_counts, grpo.check_kl, grpo.check_kl_ratio]
+SHARED = [*ZSCORES, *PARTS]
 STD = "std(dim=1, correction=0)"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
