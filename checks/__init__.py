@@ -241,7 +241,8 @@ def agree(spec: ModuleType) -> list[Callable]:
                 near(number, count, f"the count{told}")
 
     def check_loss(module: ModuleType) -> None:
-        """Value, gradient and count are those of J, which checks/ states a second time."""
+        """Value, gradient and count are those of J, under several flags, on a batch in which every
+        column differs and padding is not 0."""
         compare(module, [[[*range(9)]]])
 
     def check_parts_add_up(module: ModuleType) -> None:

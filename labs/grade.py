@@ -1,7 +1,7 @@
-"""Grade an exercise of labs.blank: print the checks that fail, with a number that each found. For an
-algorithm's file the checks of single parts come first. When they hold, the checks of the whole loss
-follow: its value, gradient and count on a batch, with several flags, also in micro-batches. The
-checks of metrics come last, if you wrote `measures`.
+"""Grade an exercise of labs.blank: print the checks that fail, each with a number that it found. In
+an algorithm's file the checks of single parts come first. When they hold, those of the whole loss
+follow: its value, gradient and count on a batch, with several flags, also in micro-batches. If you
+wrote `measures`, its metrics are checked last.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
@@ -113,8 +113,10 @@ def load(source: str, path: Path) -> ModuleType:
     """Load the file as a module, without `main` and the imports that only `main` needs, because
     loading all of transformers would take longer than grading."""
     tree = ast.parse(source, str(path))
-    of_a_run = "def main(", "if __name__ =="
-    tree.body = [node for node in tree.body if not ast.unparse(node).startswith(of_a_run)]
+    tests = [node for node in tree.body if isinstance(node, ast.If)]
+    of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
+    of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
+    tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
     for node in [*tree.body]:
@@ -171,7 +173,8 @@ def outcome(module: ModuleType, check: Check, path: Path) -> str:
     """Return what is wrong according to a check; "" if it holds."""
     torch.manual_seed(0)
     try:
-        check(module)
+        with warnings.catch_warnings(action="ignore"):
+            check(module)
     except BaseException as error:
         return in_words(error, path) or "it does not hold"
     return ""
@@ -268,12 +271,13 @@ def hint(name: str, failed: dict[Check | None, Verdict]) -> str:
         return "Make the file run first; a TODO is what you are to write."
     every, now = checks_of(name), shown(failed)
     told = [check for check in every if check.__name__ != "check_statistics" or check in now]
-    exact, alike = [], {check: [] for check in told if check in failed}
+    alike: dict[Check | None, list[str]] = {check: [] for check in told if check in failed}
+    exact = []
     for damage, module in damages(name):
-        verdicts = {check: verdict(module, check, Path()) for check in told}
-        if any(verdicts[check].reason for check in told if check not in failed):
+        if any(outcome(module, check, Path()) for check in told if check not in failed):
             continue
-        agreeing = [check for check in alike if same(verdicts[check], failed[check])]
+        wrong = {check: verdict(module, check, Path()) for check in alike}
+        agreeing = [check for check in alike if same(wrong[check], failed[check])]
         if len(agreeing) == len(alike):
             exact.append(damage)
         for check in agreeing:
@@ -281,7 +285,7 @@ def hint(name: str, failed: dict[Check | None, Verdict]) -> str:
     if exact:
         return f"{either(exact)} has just this effect."
     explained: dict[str, list[str]] = {}
-    for check, names in sorted(alike.items(), key=lambda found: TEXTBOOK in found[1]):
+    for check, names in sorted(alike.items(), key=lambda x: (TEXTBOOK in x[1], not x[1])):
         if names:
             explained.setdefault(f"{either(names)} would explain", []).append(plain_name(check))
         elif check not in now or "TODO" in failed[check].reason:
@@ -318,7 +322,7 @@ def report(failed: dict[Check | None, Verdict], held: int, every: list[Check]) -
         last += " The others were not run."
     elif len(failed) > len(now):
         whole = [plain_name(check) for check in failed if check not in now]
-        last += f" To be met after these: {', '.join(whole)}."
+        last += f" After these come: {', '.join(whole)}."
     return "\n".join([*paragraphs, textwrap.fill(last, 92)])
 
 
