@@ -322,7 +322,7 @@ def near(found: object, expected: object, what: str, tolerance: float = 0.0) -> 
         at = int(apart.argmax())
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape))
         where = f" at {list(place)}" if place else ""
-        ours, theirs = found.flatten()[at].item(), expected.flatten()[at].item()
+        ours, theirs = found.flatten()[at].item() + 0.0, expected.flatten()[at].item()  # no -0
         raise AssertionError(f"{what}{where}: {ours:.8g}, expected {theirs:.8g}")
 
 
