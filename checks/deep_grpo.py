@@ -10,7 +10,8 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, Run, both_streams, clip_statistics, k3, near, surrogate
+from . import CENTRED, FIXTURE, Batch, Run, both_streams, clip_statistics, grpo, k3, near
+from . import surrogate
 from . import token_mean
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
@@ -25,8 +26,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
     return both_streams(b, weight * surrogate(b) - kl, b.mask, token_mean)
 
 
-CASES = [{"clip_high": 0.28, "beta": 0.3, "branch_weight": 0.7}, {"beta": 0.3, "kl_ratio": True}]
-CASES += [{"beta": 0.0}]
+CASES = [{"clip_high": 0.28, "beta": 0.3, "branch_weight": 0.7}]
+CASES += [{"clip_low": 0.3, "beta": 0.3, "kl_ratio": True}, {"beta": 0.0}]
 
 
 def check_pivots(module: ModuleType) -> None:
@@ -102,7 +103,7 @@ def check_branches(module: ModuleType) -> None:
     assert [pair[1] for pair in branches.feedback] == [1.0, 1.0, 0.0, 1.0]
 
 
-SHARED = CENTRED
+SHARED = [*CENTRED, grpo.check_coefficients, grpo.check_kl, grpo.check_kl_ratio]
 RETURN = "return -per_response.sum(), mask[main].sum()"
 LAMBDA = "torch.where(main, 1.0, args.branch_weight)"
 MUTANTS = {

@@ -31,7 +31,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
 
 
 CASES = [
-    {"clip_low": 0.24, "clip_high": 0.28, "is_cap": 1.3},
+    {"clip_low": 0.24, "clip_high": 0.2, "is_cap": 1.3},
     {"length_norm": True},
     {"correct_mismatch": False},
 ]

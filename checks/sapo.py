@@ -43,12 +43,12 @@ def check_is_normalised_at_one(module: ModuleType) -> None:
 def check_gate_of_a_response(module: ModuleType) -> None:
     """For small steps, the mean gate of tokens with log-ratios x is 1 - τ²/4 ((mean x)² + var x).
     So it is a gate on the response's log s = mean x only if its tokens move alike."""
-    x = 1e-3 * torch.tensor([2.0, -1.0, 4.0, 3.0], dtype=torch.float64)
+    x = 5e-3 * torch.tensor([2.0, -1.0, 4.0, 3.0], dtype=torch.float64)
     for tau in (1.0, 3.0):
         weights = torch.stack([weight(module, float(r), 1.0, tau_pos=tau) for r in x.exp()])
         taken = 1 - (weights.flatten() / x.exp()).mean()
         expected = tau**2 / 4 * (x.mean() ** 2 + x.var(correction=0))
-        near(taken / expected, 1.0, f"what the gate takes, τ = {tau}", 1e-2)
+        near(taken / expected, 1.0, f"what the gate takes, τ = {tau}", 2e-2)
 
 
 FIXTURES = {"sapo_tau1.0_1.05_seqmean": {}}

@@ -42,7 +42,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
 
 
 CASES = [
-    {"tau_p": 0.45, "entropy_quantile": 0.9},
+    {"tau_p": 0.45, "entropy_quantile": 0.9, "clip_low": 0.3, "clip_high": 0.2},
     {"tau_p": 0.45, "entropy_quantile": 0.3},
     {"tau_p": 0.95, "entropy_rule": "candidates", "candidate_quantile": 0.5},
     {"tau_p": 1e-9, "entropy_rule": "candidates"},  # without a candidate

@@ -1,12 +1,13 @@
-"""Grade an exercise of labs.blank: print the checks that fail, with the numbers that they found.
-For an algorithm's file the core comes first, which is the formula. When it holds, the checks of
-flags, of sums over micro-batches and, if you wrote `measures`, of metrics follow.
+"""Grade an exercise of labs.blank: print the checks that fail, each with a number that it found. In
+an algorithm's file the checks of single parts come first. When they hold, those of the whole loss
+follow: its value, gradient and count on a batch, with several flags, also in micro-batches. If you
+wrote `measures`, its metrics are checked last.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
 --exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
-The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. For each
-check that fails, --hint names the known mistakes that would produce its numbers.
+The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. --hint
+names a known mistake if it gives all the numbers that a check finds; else it says what is asked.
 
 The file runs in a process of its own with limits on time and memory. That protects against
 accidents, but not against a file that is made to cheat or to do harm: read others' files first.
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import checks
 import torch
@@ -41,11 +43,21 @@ from labs.blank import EXERCISES, HEAD, TAKEN, single
 
 SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
-# Checks that come when the others hold: metrics, every flag, sums over micro-batches.
-LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
+# Checks of the whole, in their order. A wrong part fails them, too, so the first of those that fail
+# is shown, and only if every part holds.
+LATER = "check_fixture check_loss check_parts_add_up check_statistics".split()
 TEXTBOOK = "equal rewards not made 0"
 NO_REFERENCE = "If β = 0 there is no reference: batch.ref_logp is None, the KL term left out"
 Check = Callable[[ModuleType], None]
+
+
+class Verdict(NamedTuple):
+    """What is wrong according to a check, and the evidence: every number that the check finds, and
+    how the check ends if it goes on behind the first wrong number. All are empty if it holds."""
+
+    reason: str = ""
+    numbers: list = []
+    end: str = ""
 
 
 def exercise_of(path: Path, source: str, asked: str | None) -> str:
@@ -61,14 +73,22 @@ def exercise_of(path: Path, source: str, asked: str | None) -> str:
 
 
 def checks_of(name: str) -> list[Check]:
-    """List the checks of an exercise, the core first."""
+    """List the checks of an exercise, those of parts first."""
     if name in MODULES:
-        return sorted(checks.of(name)[0], key=comes_later)
+        return sorted(checks.of(name)[0], key=stage)
     return list(exercise_checks.CHECKS[name])
 
 
-def comes_later(check: Check | None) -> bool:
-    return check is not None and check.__name__ in LATER
+def stage(check: Check | None) -> int:
+    """Return 0 for a check of a part, or the place among the checks of the whole, from 1."""
+    name = check.__name__ if check else ""
+    return LATER.index(name) + 1 if name in LATER else 0
+
+
+def shown(failed: dict[Check | None, Verdict]) -> list[Check | None]:
+    """Return the checks to show: all parts that fail, or else the first check of the whole."""
+    parts = [check for check in failed if stage(check) == 0]
+    return parts or [*failed][:1]
 
 
 def read(path: Path) -> str:
@@ -93,8 +113,10 @@ def load(source: str, path: Path) -> ModuleType:
     """Load the file as a module, without `main` and the imports that only `main` needs, because
     loading all of transformers would take longer than grading."""
     tree = ast.parse(source, str(path))
-    of_a_run = "def main(", "if __name__ =="
-    tree.body = [node for node in tree.body if not ast.unparse(node).startswith(of_a_run)]
+    tests = [node for node in tree.body if isinstance(node, ast.If)]
+    of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
+    of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
+    tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
     for node in [*tree.body]:
@@ -117,34 +139,57 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     limit_this_process()
     own_process = os.getpid()
 
-    def send(reason: str) -> None:
+    def send(found: Verdict) -> None:
         if os.getpid() != own_process:  # a fork that returned here would go on with the checks
             os._exit(1)
-        results.send(reason)
+        results.send(found)
 
     try:
         module = load(source, path)
     except BaseException as error:
-        send(in_words(error, path))
+        send(Verdict(in_words(error, path)))
         return
     wanted = TAKEN if name in MODULES else (name,)
     missing = [one for one in wanted if not hasattr(module, one)]
     if missing:
-        send(f"it has no function {' and no '.join(missing)}")
+        send(Verdict(f"it has no function {' and no '.join(missing)}"))
         return
-    send("")
+    send(Verdict())
     for check in checks_of(name):
         send(verdict(module, check, path))
 
 
-def verdict(module: ModuleType, check: Check, path: Path) -> str:
+def verdict(module: ModuleType, check: Check, path: Path) -> Verdict:
+    """Run a check. If it fails, run it again for all its numbers."""
+    reason = outcome(module, check, path)
+    if not reason:
+        return Verdict()
+    with checks.all_numbers() as numbers:
+        end = outcome(module, check, Path())
+    return Verdict(reason, numbers, end)
+
+
+def outcome(module: ModuleType, check: Check, path: Path) -> str:
     """Return what is wrong according to a check; "" if it holds."""
     torch.manual_seed(0)
     try:
-        check(module)
+        with warnings.catch_warnings(action="ignore"):
+            check(module)
     except BaseException as error:
         return in_words(error, path) or "it does not hold"
     return ""
+
+
+def same(one: Verdict, other: Verdict) -> bool:
+    """Tell whether two verdicts have the same evidence. NaN is the evidence of nothing."""
+    if bool(one.reason) != bool(other.reason) or one.end != other.end or "nan" in one.end:
+        return False
+    if len(one.numbers) != len(other.numbers):
+        return False
+    for found, known in zip(map(torch.tensor, one.numbers), map(torch.tensor, other.numbers)):
+        if found.shape != known.shape or not torch.allclose(found, known, rtol=1e-4, atol=1e-6):
+            return False
+    return True
 
 
 def in_words(error: BaseException, path: Path) -> str:
@@ -165,7 +210,7 @@ def in_words(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}{place}" + (f" ({said})" if said else "")
 
 
-def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
+def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, Verdict], int]:
     """Return what is wrong, by check (None: loading the file), and how many checks hold. A file
     that ends its process, or runs too long, fails the current check, and the others do not run."""
     ours, theirs = Pipe(duplex=False)
@@ -183,9 +228,9 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
     failed, held = {}, 0
     try:
         for step in [None, *checks_of(name)]:
-            reason, goes_on = next_verdict(ours)
-            if reason:
-                failed[step] = reason
+            found, goes_on = next_verdict(ours)
+            if found.reason:
+                failed[step] = found
             elif step:
                 held += 1
             if not goes_on or None in failed:
@@ -198,14 +243,14 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
     return failed, held
 
 
-def next_verdict(results: Connection) -> tuple[str, bool]:
-    """Return what is wrong according to the next check, and whether the process goes on."""
+def next_verdict(results: Connection) -> tuple[Verdict, bool]:
+    """Return the next check's verdict, and whether the process goes on."""
     if not results.poll(SECONDS):
-        return f"still running after {SECONDS} seconds: an endless loop?", False
+        return Verdict(f"still running after {SECONDS} seconds: an endless loop?"), False
     try:
         return results.recv(), True
     except EOFError:
-        return "it ended its process: os._exit, or a crash", False
+        return Verdict("it ended its process: os._exit, or a crash"), False
 
 
 def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
@@ -218,33 +263,36 @@ def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
         yield damage, load(checks.replaced(path, old, new), path)
 
 
-def hint(name: str, failed: dict[Check | None, str]) -> str:
-    """Explain the checks that are shown (the core, while one of it fails): name the known mistake
-    with exactly these verdicts, or else, for each check that fails, the known mistakes with its
-    verdict, or what it asks for. The textbook's std comes last, as it hides no other mistake."""
-    failed = {check: re.sub(r" at line \d+: .*(?= \()", "", why) for check, why in failed.items()}
-    if None in failed or "TODO" in next(iter(failed.values())):
+def hint(name: str, failed: dict[Check | None, Verdict]) -> str:
+    """Name the known mistake that explains every check. If there is none, name those that explain a
+    check that fails and break none that holds, and say what the other checks that are shown ask
+    for. The textbook's std comes last, as it hides no other mistake."""
+    if None in failed or "TODO" in next(iter(failed.values())).reason:
         return "Make the file run first; a TODO is what you are to write."
-    every = checks_of(name)
-    core = [check for check in every if not comes_later(check)]
-    told = core if any(check in failed for check in core) else every
-    exact, alike = [], {check: [] for check in told if check in failed}
+    every, now = checks_of(name), shown(failed)
+    told = [check for check in every if check.__name__ != "check_statistics" or check in now]
+    alike: dict[Check | None, list[str]] = {check: [] for check in told if check in failed}
+    exact = []
     for damage, module in damages(name):
-        verdicts = {check: verdict(module, check, Path()) for check in told}
-        if all(verdicts[check] == failed.get(check, "") for check in told):
+        if any(outcome(module, check, Path()) for check in told if check not in failed):
+            continue
+        wrong = {check: verdict(module, check, Path()) for check in alike}
+        agreeing = [check for check in alike if same(wrong[check], failed[check])]
+        if len(agreeing) == len(alike):
             exact.append(damage)
-        for check, names in alike.items():
-            if verdicts[check] == failed[check]:
-                names.append(damage)
+        for check in agreeing:
+            alike[check].append(damage)
     if exact:
         return f"{either(exact)} has just this effect."
     explained: dict[str, list[str]] = {}
-    for check, names in sorted(alike.items(), key=lambda found: TEXTBOOK in found[1]):
+    for check, names in sorted(alike.items(), key=lambda x: (TEXTBOOK in x[1], not x[1])):
         if names:
             explained.setdefault(f"{either(names)} would explain", []).append(plain_name(check))
-        elif "NoneType" in failed[check]:
+        elif check not in now or "TODO" in failed[check].reason:
+            continue
+        elif "NoneType" in failed[check].reason:
             explained.setdefault(NO_REFERENCE, []).append(plain_name(check))
-        elif "TODO" not in failed[check] and check.__name__ != "check_fixture":
+        else:
             asked = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]
             explained[f"Asked is: {' '.join(asked.split()).rstrip('.')}"] = [plain_name(check)]
     return " ".join(f"{what} ({', '.join(names)})." for what, names in explained.items())
@@ -259,25 +307,23 @@ def plain_name(check: Check | None) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
-def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> str:
-    """List the checks that fail, grouped by reason. While one of the core fails, leave out the
-    later ones."""
-    core = [check for check in every if not comes_later(check)]
-    failed_core = {check: why for check, why in failed.items() if not comes_later(check)}
+def report(failed: dict[Check | None, Verdict], held: int, every: list[Check]) -> str:
+    """List the checks that fail and are shown, grouped by reason, and count those that hold."""
+    now = shown(failed)
     groups: dict[str, list[str]] = {}
-    for check, reason in (failed_core or failed).items():
-        groups.setdefault(reason, []).append(plain_name(check))
+    for check in now:
+        groups.setdefault(failed[check].reason, []).append(plain_name(check))
     paragraphs, indent = [], " " * 9
     for reason, names in groups.items():
         for text in (f"NOT YET  {', '.join(names)}", f"{indent}Found: {reason}"):
             paragraphs.append(textwrap.fill(text, 92, subsequent_indent=indent))
-    last = f"{held} of {len(every)} checks hold"
+    last = f"{held} of {len(every)} checks hold."
     if held + len(failed) < len(every):
-        last += "; the others were not run"
-    elif failed_core and len(core) < len(every):
-        last = f"Core: {len(core) - len(failed_core)} of {len(core)} checks hold"
-        last += f". The other {len(every) - len(core)} come later"
-    return "\n".join([*paragraphs, f"{last}."])
+        last += " The others were not run."
+    elif len(failed) > len(now):
+        whole = [plain_name(check) for check in failed if check not in now]
+        last += f" After these come: {', '.join(whole)}."
+    return "\n".join([*paragraphs, textwrap.fill(last, 92)])
 
 
 def main() -> int:
@@ -293,8 +339,8 @@ def main() -> int:
         parser.error(in_one_line(error))
     failed, held = grade(name, words.file, source)
     every = checks_of(name)
-    for check, reason in [*failed.items()]:
-        if reason == checks.NO_MEASURES:  # `measures` is an exercise of its own
+    for check, found in [*failed.items()]:
+        if found.reason == checks.NO_MEASURES:  # `measures` is an exercise of its own
             say("Not graded: measures, which is a second, optional exercise.")
             del failed[check]
             every.remove(check)

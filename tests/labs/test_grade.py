@@ -12,7 +12,7 @@ from checks.files import MODULES, PATHS
 from labs import blank, bug, exercise_checks, grade
 
 import checks
-from tests.helpers import ROOT, refused
+from tests.helpers import ROOT, module_of, refused
 
 QUICK = ("grpo", "pass_at_k")
 BY_TIME = [
@@ -39,7 +39,7 @@ def test_the_true_file_passes_and_its_blank_does_not(name):
     assert graded(name, solution(name)) == ({}, len(grade.checks_of(name)))
     failed, _ = graded(name, blank.blank(name))
     assert failed and grade.hint(name, failed)
-    assert any("TODO: " in reason for reason in failed.values())
+    assert any("TODO: " in verdict.reason for verdict in failed.values())
 
 
 def wrong(*pairs: tuple[str, str]) -> str:
@@ -58,10 +58,16 @@ NO_RATIO = "    if False:\n        kl = kl"
 MEAN = " / mask.sum(dim=1).clamp(min=1)"
 RETURN = "-per_response.sum(), mask.new_tensor(len(mask))"
 STD = "rewards.std(dim=1, keepdim=True)"
+K2 = "log_ref_ratio**2 / 2"
+K3 = "log_ref_ratio.exp() - log_ref_ratio - 1"
+R = "ratio = (logp - batch.old_logp).exp()"
+CLIP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
+A = "A = batch.advantages[:, None]"
+GATE = "~((A > 0) & (ratio > 1 + args.clip_high) | (A < 0) & (ratio < 1 - args.clip_low))"
 SURROGATE = "torch.minimum(ratio * A, clipped * A)"
 NO_MIN, MAX = (SURROGATE, "clipped * A"), (SURROGATE, SURROGATE.replace("minimum", "maximum"))
 TOKENS = [(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum()")]
-TEXTBOOK = [(CENTRE, ""), (RATIO, NO_RATIO)]
+TEXTBOOK = [(CENTRE, "")]
 ALWAYS = ("    if args.beta > 0:\n        objective =", "    if True:\n        objective =")
 # Answers that students give, and what the hint says, in this order
 ANSWERS = {
@@ -74,8 +80,14 @@ ANSWERS = {
     ),
     "textbook": (TEXTBOOK, ["'equal rewards not made 0' has just"]),
     "token mean": (TOKENS, ["'token-mean' has just"]),
-    "no min, no kl_ratio": ([NO_MIN, (RATIO, NO_RATIO)], ["'clip without min' has just"]),
-    "max, no kl_ratio": ([MAX, (RATIO, NO_RATIO)], ["'max for min' has just"]),
+    "no min, no kl_ratio": (
+        [NO_MIN, (RATIO, NO_RATIO)],
+        ["'clip without min' would", "'--kl_ratio ignored' would explain (kl ratio)"],
+    ),
+    "max, no kl_ratio": ([MAX, (RATIO, NO_RATIO)], ["'max for min' would", "'--kl_ratio ignored'"]),
+    "k1, no kl_ratio": ([(K3, "-log_ref_ratio"), (RATIO, NO_RATIO)], ["'k1 for k3' would"]),
+    "whitened": ([(A, f"{A}\n    A = (A - A.mean()) / A.std()")], ["'Â whitened again"]),
+    "M r Â": ([(SURROGATE, f"{GATE} * ratio * A")], ["Asked is", "value"]),
     "three": (
         [*TEXTBOOK, *TOKENS, NO_MIN],
         ["'clip without min' would", "'token-mean'", "'equal rewards not made 0' would"],
@@ -106,29 +118,93 @@ def test_the_whiteboards_answer_passes(page):
     code = question.partition("```python\n")[2].partition("```")[0]
     source = f"{blank.blank('grpo')}\n\n{code}"  # later definitions win
     failed, _ = graded("grpo", source)
-    assert [*failed.values()] == [checks.NO_MEASURES]
+    assert [verdict.reason for verdict in failed.values()] == [checks.NO_MEASURES]
 
 
-def test_the_core_is_the_formula():
-    """Its six checks hold without metrics and without the flag kl_ratio. As long as one of them
-    fails, nothing else is told."""
-    plain = [(RATIO, NO_RATIO), ("    return stats\n", "    return {}\n")]
+# Wrong losses beside the known mistakes in checks/grpo.py, and right ones in other words
+WRONG = {
+    "the gradient of k2": (K3, f"({K3} - {K2}).detach() + {K2}"),
+    "the log of k3 without gradient": (K3, "log_ref_ratio.exp() - log_ref_ratio.detach() - 1"),
+    "a bounded k3": (K3, f"({K3}).clamp(max=0.5)"),
+    "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
+    "KL of clipped tokens dropped": ("args.beta * k3(", "args.beta * (ratio == clipped) * k3("),
+    "ε below for both": (CLIP, "ratio.clamp(1 - args.clip_low, 1 + args.clip_low)"),
+    "ε above at its default": (CLIP, "ratio.clamp(1 - args.clip_low, 1.2)"),
+    "dual clip": (SURROGATE, f"torch.where(A < 0, {SURROGATE}.maximum(10 * A), {SURROGATE})"),
+    "log r bounded": (R, "ratio = (logp - batch.old_logp).clamp(-2, 2).exp()"),
+    "Â bounded": (A, f"{A}.clamp(-5, 5)"),
+    "π_old/μ on top": (SURROGATE, f"{SURROGATE} * (batch.old_logp - batch.rollout_logp).exp()"),
+    "log π rewarded": (SURROGATE, f"{SURROGATE} + 0.01 * logp"),
+    "mask up to its first gap": ("mask = batch.mask ", "mask = batch.mask.cumprod(1) "),
+    "mean over T": (f"mask).sum(dim=1){MEAN}", "mask).mean(dim=1)"),
+    "cut off responses dropped": (RETURN, RETURN.replace("e.sum", "e[batch.finished].sum")),
+    "std + 0.01": (f"{STD} + 1e-6", f"{STD} + 1e-2"),
+}
+RIGHT = {
+    "std + 1e-8": (f"{STD} + 1e-6", f"{STD} + 1e-8"),
+    "std + 1e-4": (f"{STD} + 1e-6", f"{STD} + 1e-4"),
+    "0/0 made 0": (ZSCORE, f"    return (centred / {STD}).nan_to_num(0.0)"),
+    "advantages in float32": (ZSCORE, ZSCORE.replace("centred", "centred.float()")),
+    "loss in float32": ("mask = batch.mask ", "mask, logp = batch.mask, logp.float() "),
+    "bounds in float32": (CLIP, CLIP.replace("1 -", "torch.tensor(1.0) -").replace("1 +", "1.0 +")),
+    "where": (SURROGATE, f"torch.where({GATE}, ratio * A, clipped * A)"),
+    "maximum of negatives": (SURROGATE, "-torch.maximum(-ratio * A, -clipped * A)"),
+    "expm1": (K3, "torch.expm1(log_ref_ratio) - log_ref_ratio"),
+    "a quotient": (R, "ratio = logp.exp() / batch.old_logp.exp()"),
+    "length + 1e-8": (MEAN, " / (mask.sum(dim=1) + 1e-8)"),
+    "the count as a Python number": (RETURN, "-per_response.sum(), len(mask)"),
+}
+
+
+@pytest.mark.parametrize("name", ["grpo", "goldilocks"])
+def test_wrong_losses_fail_and_right_ones_pass(name):
+    """This is so without the check of the metrics."""
+    known = checks.of("grpo")[1]
+    of_the_loss = {check.__name__ for check in grade.checks_of("grpo")} - {"check_statistics"}
+    every = [check for check in checks.of(name)[0] if check.__name__ in of_the_loss]
+    for what, pair in (WRONG | known | RIGHT).items():
+        failing = [*checks.red(checks.mutate(module_of(name), *pair), every)]
+        assert bool(failing) == (what not in RIGHT), (what, failing)
+
+
+def test_a_wrong_part_hides_the_whole():
+    """The whole loss fails with any part, but is shown only if all parts hold; then the metrics."""
     every = grade.checks_of("grpo")
-    core = [check for check in every if not grade.comes_later(check)]
-    failed, held = graded("grpo", wrong(*plain))
-    assert set(failed) == set(every) - set(core) and held == len(core) == 6
-    assert "statistics" in grade.report(failed, held, every)
-    worse = graded("grpo", wrong(*plain, (CENTRE, "")))
-    report = grade.report(*worse, every)
-    assert "equal rewards" in report and "statistics" not in report and "5 of 6" in report
+    for pair, count, names in (
+        ((RATIO, NO_RATIO), 6, ["kl ratio"]),
+        ((SURROGATE, f"{GATE} * ratio * A"), 7, ["fixture"]),
+        (("return stats\n", 'return stats | {"more": (0, 1)}\n'), 9, ["statistics"]),
+    ):
+        failed, held = graded("grpo", wrong(pair))
+        assert [grade.plain_name(check) for check in grade.shown(failed)] == names and held == count
+        assert f"{held} of {len(every)}" in grade.report(failed, held, every)
+
+
+@pytest.mark.parametrize("name", ["grpo", "pass_at_k"])
+def test_numbers_that_are_nan_or_agree_only_in_part_name_nothing(name):
+    """log π / log π_old is 0/0 at the padding. min(1, k c/n) is 1 in the first case, as it is with
+    a factor too early."""
+    answers = {
+        "grpo": wrong((R, "ratio = logp / batch.old_logp")),
+        "pass_at_k": DEF + "    return min(1, k * c / n)\n",
+    }
+    hint = grade.hint(name, graded(name, answers[name])[0])
+    assert "Asked is" in hint and "would explain" not in hint and "just this" not in hint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", blank.single())
-def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):
-    for damage, (old, new) in exercise_checks.MUTANTS[name].items():
-        failed, _ = graded(name, checks.replaced(blank.EXERCISES, old, new))
-        assert f"'{damage}' has just this effect" in grade.hint(name, failed), damage
+@pytest.mark.parametrize("name", ["grpo", *blank.single()])
+def test_every_damage_fails_and_the_hint_names_it(name):
+    """Only if a check finds NaN, the hint may not be sure."""
+    if name in PATHS:
+        path, mutants = PATHS[name], checks.of(name)[1]
+    else:
+        path, mutants = blank.EXERCISES, exercise_checks.MUTANTS[name]
+    for damage, (old, new) in mutants.items():
+        failed, _ = graded(name, checks.replaced(path, old, new))
+        hint = grade.hint(name, failed)
+        sure = "nan" not in str([*failed.values()])
+        assert hint and (f"'{damage}' has just this effect" in hint or not sure), (damage, hint)
 
 
 DEF = "def pass_at_k(n, c, k):\n"
