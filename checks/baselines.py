@@ -5,7 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import Run, counts, justrl, near
+from . import Run, justrl
+from .harness import counts, near
 
 objective, statistics, CASES = justrl.objective, justrl.statistics, justrl.CASES
 

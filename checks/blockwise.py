@@ -6,7 +6,9 @@ import torch
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, Batch, Run, clipped, cut_shares, near, no_kl
+from . import Run
+from .formulas import Batch, clipped, cut_shares
+from .harness import CENTRED, near, no_kl
 
 
 def token_advantages(b: Batch) -> Tensor:

@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, Run, near, no_kl, share, terms
+from . import Run
+from .formulas import Batch, share
+from .harness import CENTRED, FIXTURE, near, no_kl, terms
 
 
 def bounded(args: object, ratio: Tensor) -> Tensor:

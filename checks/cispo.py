@@ -2,7 +2,9 @@
 
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, cut_shares, share, token_mean
+from . import Run
+from .formulas import Batch, cut_shares, share, token_mean
+from .harness import ZSCORES
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, cut_shares, near, surrogate, token_mean
+from . import Run
+from .formulas import Batch, cut_shares, surrogate, token_mean
+from .harness import ZSCORES, near
 
 
 def trained(b: Batch) -> Tensor:

@@ -10,9 +10,9 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, Run, both_streams, clip_statistics, grpo, k3, near
-from . import surrogate
-from . import token_mean
+from . import Run, grpo
+from .formulas import Batch, both_streams, clip_statistics, k3, surrogate, token_mean
+from .harness import CENTRED, FIXTURE, near
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
 statistics = clip_statistics

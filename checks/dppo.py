@@ -4,7 +4,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import CENTRED, Batch, Run, loss_and_gradient, near, no_kl, share, toy_batch
+from . import Run
+from .formulas import Batch, share
+from .harness import CENTRED, loss_and_gradient, near, no_kl, toy_batch
 
 
 def beyond(b: Batch) -> Tensor:

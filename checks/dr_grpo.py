@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from . import CENTRED, Batch, clip_statistics, surrogate
+from .formulas import Batch, clip_statistics, surrogate
+from .harness import CENTRED
 
 statistics = clip_statistics
 

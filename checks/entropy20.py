@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, clip_statistics, share, surrogate, token_mean
+from . import Run
+from .formulas import Batch, clip_statistics, share, surrogate, token_mean
+from .harness import ZSCORES
 
 
 def top(b: Batch) -> Tensor:

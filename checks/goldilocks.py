@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from common.distributed import ALONE
 
-from . import POLICIES, RIGHT, ZSCORES, Run, every_sample, grpo, loss_of, near, no_kl
+from . import Run, grpo
+from .harness import POLICIES, RIGHT, ZSCORES, every_sample, loss_of, near, no_kl
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 

@@ -7,8 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import POLICIES, ZSCORES, Batch, Run, clip_statistics, every_sample, k3, loss_and_gradient
-from . import loss_of, near, no_kl, response_mean, surrogate
+from . import Run
+from .formulas import Batch, clip_statistics, k3, response_mean, surrogate
+from .harness import POLICIES, ZSCORES, every_sample, loss_and_gradient, loss_of, near, no_kl
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:

@@ -4,7 +4,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, clipped, near, one, terms
+from . import Run
+from .formulas import Batch, clipped
+from .harness import ZSCORES, near, one, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:

@@ -5,8 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, Run, cut_shares, loss_and_gradient, near, no_kl, one
-from . import response_mean, share, surrogate, toy_batch
+from . import Run
+from .formulas import Batch, cut_shares, response_mean, share, surrogate
+from .harness import CENTRED, FIXTURE, loss_and_gradient, near, no_kl, one, toy_batch
 
 
 def correction(b: Batch) -> Tensor:

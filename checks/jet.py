@@ -8,7 +8,8 @@ from common.model import ALONE, load_model
 from common.rollout import HFEngine
 from torch import Tensor
 
-from . import CENTRED, minirl, near
+from . import minirl
+from .harness import CENTRED, near
 
 objective, statistics, CASES = minirl.objective, minirl.statistics, minirl.CASES
 

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, surrogate, token_mean
+from .formulas import Batch, clip_statistics, surrogate, token_mean
+from .harness import ZSCORES
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,8 @@ from types import ModuleType
 import torch
 from common.distributed import ALONE
 
-from . import ZSCORES, Run, counts, grpo, near
+from . import Run, grpo
+from .harness import ZSCORES, counts, near
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 

@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, clip_statistics, surrogate, token_mean
+from . import Run
+from .formulas import Batch, clip_statistics, surrogate, token_mean
+from .harness import ZSCORES
 
 
 def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, Run, near, share, token_mean, weight
+from . import Run
+from .formulas import Batch, share, token_mean
+from .harness import FIXTURE, ZSCORES, near, weight
 
 
 def widths(b: Batch) -> Tensor:

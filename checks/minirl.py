@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, Run, cut_shares, near, no_kl, share, terms
+from . import Run
+from .formulas import Batch, cut_shares, share
+from .harness import CENTRED, near, no_kl, terms
 
 
 def weights(b: Batch) -> Tensor:

@@ -10,7 +10,9 @@ from common.cli import BadInput
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, near, share, terms, token_mean
+from . import Run
+from .formulas import Batch, share, token_mean
+from .harness import ZSCORES, near, terms
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

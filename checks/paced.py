@@ -7,7 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import POLICIES, RIGHT, Batch, Run, every_sample, goldilocks, loss_of, near
+from . import Run, goldilocks
+from .formulas import Batch
+from .harness import POLICIES, RIGHT, every_sample, loss_of, near
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:

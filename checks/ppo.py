@@ -8,7 +8,9 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import Batch, Run, clipped, cut_shares, near, one, token_mean
+from . import Run
+from .formulas import Batch, clipped, cut_shares, token_mean
+from .harness import near, one
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

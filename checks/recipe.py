@@ -4,8 +4,10 @@ the checks of the files that the layers come from.)"""
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, both_streams, clip_statistics, maspo, response_mean, share, stapo
-from . import goldilocks, surrogate, token_mean, vcpo
+from . import Run, goldilocks, maspo, stapo, vcpo
+from .formulas import Batch, both_streams, clip_statistics, response_mean, share, surrogate
+from .formulas import token_mean
+from .harness import ZSCORES
 
 
 def kept(b: Batch) -> Tensor:

@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, near, response_mean, share, weight
+from . import Run
+from .formulas import Batch, response_mean, share
+from .harness import ZSCORES, near, weight
 
 
 def temperatures(b: Batch) -> Tensor:

@@ -5,7 +5,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, clip_statistics, grpo, near, no_kl
+from . import Run, grpo
+from .formulas import Batch, clip_statistics
+from .harness import ZSCORES, near, no_kl
 
 
 def weighted(b: Batch) -> Tensor:

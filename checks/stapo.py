@@ -6,7 +6,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, Run, clip_statistics, near, surrogate, token_mean
+from . import Run
+from .formulas import Batch, clip_statistics, surrogate, token_mean
+from .harness import ZSCORES, near
 
 
 def spurious(b: Batch) -> Tensor:

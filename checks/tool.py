@@ -8,7 +8,9 @@ import torch
 from common.batch import Rollout
 from common.distributed import ALONE
 
-from . import ZSCORES, Run, grpo, near, z_score
+from . import Run, grpo
+from .formulas import z_score
+from .harness import ZSCORES, near
 
 objective, statistics = grpo.objective, grpo.statistics
 CASES, FIXTURES, SHARED = grpo.CASES, grpo.FIXTURES, ZSCORES

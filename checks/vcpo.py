@@ -9,17 +9,10 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import (
-    FIXTURE,
-    RIGHT,
-    Batch,
-    Run,
-    advantages_match,
-    check_equal_rewards,
-    loss_and_gradient,
-    near,
-)
-from . import measured, response_mean
+from . import Run
+from .formulas import Batch, response_mean
+from .harness import FIXTURE, RIGHT, advantages_match, check_equal_rewards, loss_and_gradient
+from .harness import measured, near
 
 
 def advantages(R: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, loss_and_gradient, near, no_kl, token_mean
+from .formulas import Batch, token_mean
+from .harness import ZSCORES, loss_and_gradient, near, no_kl
 
 
 def ratio(b: Batch) -> Tensor:

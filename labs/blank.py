@@ -16,7 +16,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import checks
+from checks import harness
 from checks.files import MODULES, algorithms
 from common.cli import BadInput
 from tools import arguments
@@ -56,8 +56,8 @@ def flags(function: ast.FunctionDef) -> list[str]:
 def explained(name: str) -> list[str]:
     """Write comment lines with the metrics that a file's `measures` returns."""
     spec = importlib.import_module(f"checks.{name}")
-    args, _, batch = checks.reached(importlib.import_module(MODULES[name]), spec.CASES[0])
-    names = ", ".join(spec.statistics(checks.written(args, batch)))
+    args, _, batch = harness.reached(importlib.import_module(MODULES[name]), spec.CASES[0])
+    names = ", ".join(spec.statistics(harness.written(args, batch)))
     words = " ".join(spec.statistics.__doc__.split())
     text = f"A second exercise, if you like: the pairs (sum, count) of {names}. {words}"
     return [INDENT + line for line in textwrap.wrap(text, 94)]

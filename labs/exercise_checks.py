@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-from checks import near
+from checks.harness import near
 from torch import Tensor
 
 float64 = torch.float64

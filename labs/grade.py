@@ -34,6 +34,7 @@ from typing import NamedTuple
 import checks
 import torch
 from checks.files import MODULES, PATHS
+from checks.harness import NO_MEASURES, all_numbers
 from common.cli import BadInput, in_one_line, say
 from common.tasks.reward import bound_memory
 from tools import arguments
@@ -164,7 +165,7 @@ def verdict(module: ModuleType, check: Check, path: Path) -> Verdict:
     reason = outcome(module, check, path)
     if not reason:
         return Verdict()
-    with checks.all_numbers() as numbers:
+    with all_numbers() as numbers:
         end = outcome(module, check, Path())
     return Verdict(reason, numbers, end)
 
@@ -340,7 +341,7 @@ def main() -> int:
     failed, held = grade(name, words.file, source)
     every = checks_of(name)
     for check, found in [*failed.items()]:
-        if found.reason == checks.NO_MEASURES:  # `measures` is an exercise of its own
+        if found.reason == NO_MEASURES:  # `measures` is an exercise of its own
             say("Not graded: measures, which is a second, optional exercise.")
             del failed[check]
             every.remove(check)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from common.tasks.reward import Verifier
 from common.tiny.arithmetic import arithmetic_reward
-from checks import measured, terms
+from checks.harness import measured, terms
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 

@@ -22,7 +22,7 @@ from types import ModuleType
 import grpo
 import minirl
 import torch
-from checks import terms
+from checks.harness import terms
 from checks.files import MODULES, ROOT, VARIANTS
 from common.cli import BadInput, in_one_line
 from torch import Tensor

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checks.files import MODULES, PATHS
+from checks.harness import NO_MEASURES
 from labs import blank, bug, exercise_checks, grade
 
 import checks
@@ -118,7 +119,7 @@ def test_the_whiteboards_answer_passes(page):
     code = question.partition("```python\n")[2].partition("```")[0]
     source = f"{blank.blank('grpo')}\n\n{code}"  # later definitions win
     failed, _ = graded("grpo", source)
-    assert [verdict.reason for verdict in failed.values()] == [checks.NO_MEASURES]
+    assert [verdict.reason for verdict in failed.values()] == [NO_MEASURES]
 
 
 # Wrong losses beside the known mistakes in checks/grpo.py, and right ones in other words
