@@ -36,7 +36,11 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
     module = module_of(algorithm)
     words = [*SMALL, "--steps", 1, *flags.split(), "--run_dir", tmp_path / "run"]
     assert run_here(module.main, *words) == 0
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "at every step" in line]
+    (said,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "every step" in line or "any step" in line
+    ]
     assert next(iter(module.ACTED)) in said and said.startswith("WARNING") == warned
     assert ("ratio" in said) == (algorithm == "grpo" and not warned)
 
@@ -45,7 +49,7 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
 def test_equal_rewards_are_said_first(points, hint, tmp_path, capsys):
     """Once after three steps, and before everything else at the end. The clip, which had nothing to
     act on, is then no warning of its own."""
-    task = f"def train(i):\n    return '1+2=', ''\nheld_out = [train(0)]\n"
+    task = "def train(i):\n    return '1+2=', ''\nheld_out = [train(0)]\n"
     (tmp_path / "task.py").write_text(
         task + f"def reward(response, answer):\n    return {points}\n"
     )
