@@ -272,7 +272,7 @@ class Run:
         self.say(f"greedy   {ending_of(summary)}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if not acted:
-            idle = f"{self.acted} has no value at any step: too few, or a flag turned it off"
+            idle = f"{self.acted} has no value at any step: too few steps, or a flag turned it off"
         elif self.args.acts_on_ratio and self.args.minibatches == 1:  # nothing is wrong
             idle = f"{self.acted} was 0 at every step: with --minibatches 1 no ratio leaves 1"
         else:
