@@ -181,6 +181,8 @@ def rows(results: dict) -> list[list[str]]:
     if "mean: true rewards" not in results:
         return table
     table += [[""] * 3, ["mean of the weights of", *MEANS]]
+    start = lab.cell(pooled(results["mean: true rewards"], "start"), "x")
+    table.append(["none: step 5", start, start])
     for size in SIZES:
         name = f"mean{size}" if size > 1 else "each"
         cells = [lab.cell(pooled(results[f"mean: {kind}"], name), "x") for kind in MEANS]
@@ -220,7 +222,7 @@ def draw(results: dict) -> object:
     axes[0].set_xlabel("runs in the mean of the weights")
     starts = pooled(results["mean: true rewards"], "start")
     axes[0].axhline(np.median([number["x"] for number in starts]), color=lab.GREY, linestyle=":")
-    lab.key(axes[0], colours | {"step 5, where they begin": lab.GREY})
+    lab.key(axes[0], colours | {"step 5, where they begin": lab.GREY}, 0.42)
 
     ends = [[run["greedy"][-1] for run in results[fresh(responses)]] for responses in FRESH]
     for responses, values in zip(FRESH, ends):
