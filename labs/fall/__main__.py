@@ -83,7 +83,8 @@ for rates in RULE.values():
             NOISE[HAD[fork]] = ("--minibatches {} --lr {:g}".format(*fork), None)
 FRESH = {8: 1, 32: 4, 128: 16}  # new responses an update -> prompts
 LENGTH, COUNT = 0.058, 160  # of updates
-MEANS = {"true rewards": "-m labs.fall.mean", SHUFFLE: "-m labs.fall.mean --shuffled"}
+MEANS = {"true rewards": "-m labs.fall.mean grpo.py"}
+MEANS[SHUFFLE] = f"{MEANS['true rewards']} --shuffled"
 SIZES = (1, 2, 4, 8)  # runs in a mean
 STEPS, POINTS = 40, (5, 15)
 MEANT = ("start", "each", "mean2", "mean4", "mean8", "noise", "shared", "random")

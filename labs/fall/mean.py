@@ -1,12 +1,12 @@
 """Train runs that fall from one model, and measure the mean of their weights.
 
-    python -m labs.fall.mean --runs 4         # two minutes on one core
-    python -m labs.fall.mean --shuffled       # eight runs without a signal
+    python -m labs.fall.mean grpo.py --runs 4     # two minutes on one core
+    python -m labs.fall.mean grpo.py --shuffled   # eight runs without a signal
     python -m labs.fall.mean gspo.py --lr 3e-4
 
 All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
 rate. Each then takes ten more such steps with a seed of its own, so with other prompts and other
-samples. FILE trains these ten steps (default: grpo.py), with the flags that are not this program's.
+samples. FILE trains these ten steps, with the flags that are not this program's.
 
 `--shuffled` shuffles the advantages within each group, which removes the signal and keeps the
 noise. Each number is greedy accuracy on the held-out problems:
@@ -132,7 +132,7 @@ def measure(start: dict, runs: list[dict], seed: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = arguments(__doc__, "labs.fall.mean")
-    parser.add_argument("file", nargs="?", default="grpo.py", metavar="FILE")
+    parser.add_argument("file", metavar="FILE")
     parser.add_argument("--runs", type=int, default=8, help="2 or more (default: 8)")
     parser.add_argument("--shuffled", action="store_true", help="advantages shuffled in each group")
     parser.add_argument("--seed", type=int, default=1, help="of the five steps (default: 1)")

@@ -75,7 +75,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 
 WRONG_CALLS = """
 labs.blank nope
-labs.fall.mean --runs 1
+labs.fall.mean grpo.py --runs 1
 labs.fall.steps README.md
 labs.fork --seeds 0
 labs.race grpo.py nope
