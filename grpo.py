@@ -3,33 +3,33 @@ r"""GRPO: Group Relative Policy Optimization.
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
 2024, arXiv 2402.03300.
 
-The problem: a policy gradient has to compare the reward of a response with the expected reward.
-PPO predicts it with a second model, the value network, which also has to be trained.
+The problem: a policy gradient has less noise if a response's reward is compared with the reward
+that was to be expected. PPO predicts it with a second model, which also has to be trained.
 
 The idea: sample a group of responses to each prompt, and compare each reward with the mean of the
-group. Responses above the mean become more likely, responses below it less likely, and no value
-network is needed. Two parts of the objective restrain the policy. The clip removes the gradient of
-a token that has already become likely enough in a good response, or unlikely enough in a bad one.
-It is no hard limit: one step can carry a token far beyond it. The KL term keeps the policy near the
-model before training, so that it does not forget what it could do before.
+group. Responses above the mean become more likely, responses below it less likely, and no second
+model is needed. Two parts of the objective restrain the policy. The clip drops the gradient of a
+token whose probability has moved by a factor of 1 ± ε in the wanted direction; it is not a hard
+limit, because a single step can overshoot it. The KL term pulls the policy towards the model before
+training, to limit what it forgets.
 
-Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
+Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) at token t of y_i:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (never negative; its mean under π_θ is KL(π_θ ‖ π_ref))
 
-R_i is the reward of y_i, |y_i| its length in tokens, Â_i the advantage of each of them. π_θ is the
-policy being trained, π_old the policy that sampled, π_ref the model before training. π(y_t) means
-π(y_t | prompt, y_<t). r is the importance ratio, ε the clip's width, β the KL term's weight.
+R_i is the reward of y_i, |y_i| its length, Â_i the advantage of its tokens; mean and std are the
+group's. π_θ is the policy being trained, π_old the policy that sampled, π_ref the model before
+training. π(y_t) means π(y_t | prompt, y_<t). ε is the clip's width, β the KL term's weight.
 
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|; M is the clip's mask:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-This is the base file. The eight other algorithm files in this folder repeat it, except for lines
-marked `# <own>`. The end of each file lists how it differs from its paper.
+This is the base file. The eight other algorithm files here copy it, except for lines marked
+`# <own>`. The end of each file lists its differences from its paper.
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download

@@ -150,6 +150,9 @@ def matches(spec: ModuleType) -> Callable:
 NUMBERS: list | None = None  # the list of `all_numbers`, inside it
 
 
+ROUNDING = 0.0  # the grader allows what float32 rounds off, relative and absolute
+
+
 @contextlib.contextmanager
 def all_numbers() -> Iterator[list]:
     """Yield a list to which `near` adds every number that it is given. Inside, it never raises."""
@@ -161,9 +164,9 @@ def all_numbers() -> Iterator[list]:
         NUMBERS = None
 
 
-def near(found: object, expected: object, what: str, tolerance: float = 0.0) -> None:
-    """Raise AssertionError if found and expected differ by more than the tolerance and what float32
-    rounds off. The message has the name, both numbers and, for tensors, the place with the largest
+def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
+    """Raise AssertionError if found and expected differ by more than the tolerance and ROUNDING.
+    The message has the name, both numbers and, for tensors, the place with the largest
     difference."""
     found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
     if NUMBERS is not None:
@@ -172,7 +175,7 @@ def near(found: object, expected: object, what: str, tolerance: float = 0.0) -> 
     assert found.shape == expected.shape, (
         f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
     )
-    distance = (found - expected).abs() - 1e-6 * (1 + expected.abs())
+    distance = (found - expected).abs() - ROUNDING * (1 + expected.abs())
     # Where both are the same infinity there is no distance
     apart = torch.where(found == expected, 0.0, distance).nan_to_num(torch.inf)
     if found.numel() and apart.max() > tolerance:

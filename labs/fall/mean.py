@@ -2,11 +2,11 @@
 
     python -m labs.fall.mean --runs 4         # two minutes on one core
     python -m labs.fall.mean --shuffled       # eight runs without a signal
-    python -m labs.fall.mean gspo.py -- --lr 3e-4
+    python -m labs.fall.mean gspo.py --lr 3e-4
 
 All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
 rate. Each then takes ten more such steps with a seed of its own, so with other prompts and other
-samples. FILE trains these ten steps (default: grpo.py), with the flags after `--`.
+samples. FILE trains these ten steps (default: grpo.py), with the flags that are not this program's.
 
 `--shuffled` shuffles the advantages within each group, which removes the signal and keeps the
 noise. Each number is greedy accuracy on the held-out problems:
@@ -133,12 +133,11 @@ def measure(start: dict, runs: list[dict], seed: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = arguments(__doc__, "labs.fall.mean")
     parser.add_argument("file", nargs="?", default="grpo.py", metavar="FILE")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the ten steps")
     parser.add_argument("--runs", type=int, default=8, help="2 or more (default: 8)")
     parser.add_argument("--shuffled", action="store_true", help="advantages shuffled in each group")
     parser.add_argument("--seed", type=int, default=1, help="of the five steps (default: 1)")
     parser.add_argument("--run_dir", type=Path, help="folder for metrics.jsonl with the numbers")
-    words = parser.parse_args()
+    words, flags = parser.parse_known_args()
     if words.runs < 2:
         parser.error(f"--runs {words.runs}: must be 2 or more")
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +146,7 @@ def main() -> None:
             start = train(f"grpo.py {FALL} {MEASURE} --steps 5", words.seed, folder / "start")
             model = folder / "start/run/model"
             fork = f"{words.file} {FALL} {MEASURE} --model {model} --warmup 0 --steps 10"
-            fork = " ".join([fork, *words.flags])
+            fork = " ".join([fork, *flags])
             runs = []
             for number in range(1, words.runs + 1):
                 seed = 100 * words.seed + number
