@@ -159,5 +159,9 @@ SHARED = CENTRED
 
 RUN = Run(
     stored={"weight": "tis", "w_high": 1.2, "grad_clip": 25.0},
-    needs={"centre_top": {"centre_top": 2}, "w_low": {"weight": "icepop", "w_low": 0.9}},
+    needs={
+        "centre_top": {"centre_top": 2},
+        "two_sided": {"delta": 0.01},
+        "w_low": {"weight": "icepop", "w_low": 0.9},
+    },
 )

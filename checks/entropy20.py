@@ -55,4 +55,10 @@ PER_TOKEN = True  # TRL divides by all tokens, not by the kept ones
 SHARED = ZSCORES
 
 
-RUN = Run(stored={"grad_clip": 8.0})
+RUN = Run(
+    needs={
+        "kl_cov_coef": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+        "kl_cov_share": {"tokens": "kl_cov", "kl_cov_share": 0.2},
+    },
+    stored={"grad_clip": 8.0},
+)

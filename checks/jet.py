@@ -8,7 +8,7 @@ from common.model import ALONE, load_model
 from common.rollout import HFEngine
 from torch import Tensor
 
-from . import minirl
+from . import Run, minirl
 from .harness import CENTRED, near
 
 objective, statistics, CASES = minirl.objective, minirl.statistics, minirl.CASES
@@ -68,3 +68,6 @@ def check_the_masters_take_the_step(module: ModuleType) -> None:
 
 
 SHARED = CENTRED
+
+
+RUN = Run(needs={"routing_replay": {"model": "model-moe"}})

@@ -65,9 +65,8 @@ RUN = Run(
     needs={
         "lag": {"lag": 0},
         "tau_p": {"tau_p": 1.0},
+        "candidate_quantile": {"entropy_rule": "candidates"},
         "teacher_batch": {"window": 16},
-        "kl_cov_coef": {"tokens": "kl_cov", "kl_cov_share": 0.2},
-        "kl_cov_share": {"tokens": "kl_cov", "kl_cov_share": 0.2},
     }
     | {flag: {"tokens": "maspo"} for flag in GATE},
 )

@@ -118,6 +118,7 @@ def load(source: str, path: Path) -> ModuleType:
     tests = [node for node in tree.body if isinstance(node, ast.If)]
     of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
     of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
+    of_a_run += [node for node in tree.body if ast.unparse(node).startswith("main = ")]  # a variant
     tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import checks
+from checks import harness
 from checks.files import MODULES
 import torch
 from torch import Tensor
@@ -60,5 +61,5 @@ def gradient(
     logits = logits.detach().requires_grad_()
     logp = read(logits, tokens)  # [N, T]
     columns = {"mask": torch.ones_like(logp)} | columns
-    loss = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **columns)
+    loss = harness.loss_of(module, harness.no_kl(module, **flags), logp=logp, **columns)
     return torch.autograd.grad(loss, logits)[0]
