@@ -160,7 +160,11 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
         partial = folder.with_name(f"{folder.name}.partial")
         with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
             partial.mkdir(exist_ok=True)
-            save_torch_state_dict(revert_weight_conversion(policy.lm, weights), partial)
+            weights = revert_weight_conversion(policy.lm, weights)
+            for name, weight in weights.items():
+                if weight.nbytes < weight.untyped_storage().nbytes():
+                    weights[name] = weight.clone()  # an expert, part of its layer's one tensor
+            save_torch_state_dict(weights, partial)
             for path in tokenizer.start.iterdir():
                 if re.fullmatch(OF_A_TOKENIZER, path.name):
                     shutil.copyfile(path, partial / path.name)

@@ -194,6 +194,18 @@ def test_log_probs_are_the_models_own(folder, world, family):
     assert all(torch.equal(saved[name], before[name]) for name in saved)
 
 
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_model_is_saved_as_it_was(name, world, tmp_path):
+    """Experts, too, which are one tensor in memory and many in the file."""
+    lm, tokenizer = load_model(name)
+    save_model(Policy(lm), tokenizer, tmp_path / "saved", world)
+    saved, start = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", EMBEDDED[name])
+    )
+    assert saved.keys() == start.keys()
+    assert all(torch.equal(saved[key], start[key]) for key in start)
+
+
 UNCACHED = {  # whose cache the sampler cannot use: what is said
     "minimax": (WIDE | {"layer_types": LINEAR["layer_types"]}, "MiniMax uses cache of its own"),
     "nemotron_h": (WIDE | {"layers_block_type": ["mamba", "attention"]}, "its cache changes"),
