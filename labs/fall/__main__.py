@@ -66,21 +66,31 @@ LOADED = {
     "DPPO's mask": "-m variants.dppo",
     "MiniRL": "minirl.py",
 }
-# From step 5 only. RULE has forks by rate × √updates, rows, and the updates of a batch, columns.
+# From step 5 only.
 NOISE = {
     SHUFFLE: ("", (SCORED, SHUFFLED)),
     "no momentum": ("--betas 0 0.95", None),
     "no momentum, a quarter of the rate": ("--betas 0 0.95 --lr 2.1e-4", None),
 }
+# Does accuracy depend on rate × √updates? rate × √updates -> the rates for 1, 4 and 16 updates
 UPDATES = (1, 4, 16)
-RULE = {"9e-4": (9e-4, 4.5e-4, 2.25e-4), "1.8e-3": (1.8e-3, 9e-4, 4.5e-4)}
-RULE["3.6e-3"] = (3.6e-3, 1.8e-3, 9e-4)
-HAD = {(1, 9e-4): "one update a batch", (4, 9e-4): "four updates of 32 responses", (16, 9e-4): SAME}
+RULE = {
+    "9e-4": (9e-4, 4.5e-4, 2.25e-4),
+    "1.8e-3": (1.8e-3, 9e-4, 4.5e-4),
+    "3.6e-3": (3.6e-3, 1.8e-3, 9e-4),
+}
+# (updates, rate) -> the fork that has them; three stand in RESUMED
+FORK_WITH = {
+    (1, 9e-4): "one update a batch",
+    (4, 9e-4): "four updates of 32 responses",
+    (16, 9e-4): SAME,
+}
 for rates in RULE.values():
-    for fork in zip(UPDATES, rates):
-        if fork not in HAD:
-            HAD[fork] = f"{fork[0]} updates at {fork[1]:g}"
-            NOISE[HAD[fork]] = ("--minibatches {} --lr {:g}".format(*fork), None)
+    for updates, rate in zip(UPDATES, rates):
+        if (updates, rate) not in FORK_WITH:
+            name = f"{updates} updates at {rate:g}"
+            FORK_WITH[updates, rate] = name
+            NOISE[name] = (f"--minibatches {updates} --lr {rate:g}", None)
 FRESH = {8: 1, 32: 4, 128: 16}  # new responses an update -> prompts
 LENGTH, COUNT = 0.058, 160  # of updates
 MEANS = {"true rewards": "-m labs.fall.mean grpo.py"}
@@ -190,7 +200,7 @@ def rows(results: dict) -> list[list[str]]:
         table.append([f"{size} run" + "s" * (size > 1), *cells])
     table += [[""] * 4, ["rate × √updates", *(f"{updates} a batch" for updates in UPDATES)]]
     for product, rates in RULE.items():
-        arms = [f"{early}: {HAD[fork]}" for fork in zip(UPDATES, rates)]
+        arms = [f"{early}: {FORK_WITH[fork]}" for fork in zip(UPDATES, rates)]
         table.append([product, *(end(results[arm]) for arm in arms)])
     table += [[""] * 4, ["new responses an update", "accuracy", "distance from step 5"]]
     for responses in FRESH:
