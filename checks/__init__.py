@@ -61,8 +61,7 @@ class Run:
     refuses: tuple[tuple[str, str], ...] = ()
     # Flags that change metrics only, which compare with another method
     measured: tuple[str, ...] = ()
-    # Stored answers with part marks, or with several turns
-    part_marks: bool = False
+    # Stored answers have several turns
     turns: bool = False
 
 

@@ -47,12 +47,11 @@ def busy_batch() -> dict[str, Tensor]:
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
     batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out (lp_reg)
-    batch |= {"mask": mask, "advantages": A[:, 0], "working": (work > 0.4) * mask}
+    batch |= {"mask": mask, "advantages": A[:, 0]}
     top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
     batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
     batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
-    batch["working_advantages"] = A[:, 0].roll(1) - 0.3
     return batch
 
 
@@ -198,9 +197,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "rollout_logp": columns["old_logp"],
         "token_advantages": A if A.dim() == 2 else A[:, None].expand_as(mask),  # ppo
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
-        "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo, recipe
-        "working": torch.zeros_like(mask),  # blockwise
-        "working_advantages": A,  # blockwise
+        "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
         "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
         "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred

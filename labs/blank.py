@@ -32,7 +32,7 @@ HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
 # Easy exercises are small. Hard ones have a catch, or need a close reading of the file's header.
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
-HARD = "maspo vcpo deep_grpo stapo icepop blockwise lp_reg recipe rank_advantages"
+HARD = "maspo vcpo deep_grpo stapo icepop lp_reg rank_advantages"
 
 
 def single() -> dict[str, ast.FunctionDef]:

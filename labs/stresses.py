@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -62,31 +61,6 @@ STRESSES = {
     "groups of two": Stress(group_size=2),
     "all four at half strength": Stress(lr=2.0, sync_every=8, temperature=0.75, flipped=0.05),
 }
-
-# Four causes at about half strength, and every set of them, such as "8 updates, 4 levels".
-HALVES = {
-    "8 updates": Stress(minibatches=8),
-    "twice the rate": Stress(lr=2.0),
-    "4 levels": Stress(levels=4),
-    "8 steps old": Stress(sync_every=8),
-}
-SETS = [names for size in range(1, 5) for names in combinations(HALVES, size)]
-
-
-def together(names: tuple[str, ...]) -> Stress:
-    """Combine several of HALVES into one stress."""
-    stress = Stress()
-    for name in names:
-        stress = replace(stress, **changes(HALVES[name]))
-    return stress
-
-
-def changes(stress: Stress) -> dict[str, float]:
-    """Return the fields in which a stress differs from no stress."""
-    return {name: value for name, value in vars(stress).items() if value != getattr(Stress, name)}
-
-
-EVERY = STRESSES | {", ".join(names): together(names) for names in SETS}
 
 
 def load(path: Path) -> ModuleType:
@@ -187,7 +161,7 @@ def stressed(path: Path, name: str) -> ModuleType:
     """Load a file and put it under a stress. Raise BadInput if it is not in grpo.py's form."""
     with blame(f"{path}: not a file in the form of grpo.py"):
         module = load(path)
-        put_under(module, EVERY[name])
+        put_under(module, STRESSES[name])
     return module
 
 
@@ -201,14 +175,14 @@ def flags_under(name: str, module: ModuleType, words: list[str]) -> list[str]:
     finally:
         sys.argv = argv
     rows = args.prompts_per_step * args.group_size
-    return [*words, *EVERY[name].flags(rows).split()]
+    return [*words, *STRESSES[name].flags(rows).split()]
 
 
 def main() -> None:
     """Train one run, whose metrics.jsonl labs.race reads."""
     parser = arguments(__doc__, "labs.stresses")
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("stress", choices=EVERY, metavar="STRESS")
+    parser.add_argument("stress", choices=STRESSES, metavar="STRESS")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS")
     words = parser.parse_args()
     try:

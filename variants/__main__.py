@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import inspect
 from pathlib import Path
 
 files = sorted(Path(__file__).parent.glob("[a-z]*.py"))
@@ -14,5 +13,4 @@ if __name__ == "__main__":
     known = ", ".join(NAMES)
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=known)
     for name in parser.parse_args().names:
-        main = importlib.import_module(f"variants.{name}").main
-        print(getattr(main, "source", None) or inspect.getsource(main))  # recipe's is whole
+        print(importlib.import_module(f"variants.{name}").main.source)

@@ -28,7 +28,7 @@ from common.records.files import read_lines
 from tools import arguments
 
 from labs import lab
-from labs.stresses import EVERY, STRESSES, flags_under, stressed
+from labs.stresses import STRESSES, flags_under, stressed
 
 TABLE = ROOT / "labs/race/table.json"
 # The last flag keeps runs going if sampler and trainer differ, because the race measures that.
@@ -106,7 +106,7 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: Namespace) ->
         for stress in words.stresses or STRESSES:
             there = [run["seed"] for run in cells.get((name, stress), [])]
             # We know which prompts are uninformative only for arithmetic.
-            if seed not in there and not ("--task" in budget and EVERY[stress].uninformative):
+            if seed not in there and not ("--task" in budget and STRESSES[stress].uninformative):
                 jobs.append((stress, seed))
     with ThreadPoolExecutor(words.workers) as pool:
         runs = pool.map(lambda job: measured(file, words.flags, *job, budget), jobs)
@@ -137,7 +137,7 @@ def scores(cells: Cells, method: str, stress: str) -> list[float]:
 
 def columns(cells: Cells) -> list[str]:
     """List the stresses that the table has."""
-    return [stress for stress in EVERY if any(stress == known for _, known in cells)]
+    return [stress for stress in STRESSES if any(stress == known for _, known in cells)]
 
 
 def methods(cells: Cells) -> list[str]:
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, help="a file in the form of grpo.py")
     parser.add_argument("--flags", default="", help='of the method: --flags="--lr 1e-4"')
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")
-    choice = {"choices": EVERY, "metavar": "STRESS"}
+    choice = {"choices": STRESSES, "metavar": "STRESS"}
     parser.add_argument("--stresses", nargs="+", **choice, help="default: the ten")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, help="the table (default: runs/race/FILE-....json)")
