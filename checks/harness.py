@@ -31,7 +31,7 @@ def busy_batch() -> dict[str, Tensor]:
     mask = (torch.arange(7) < lengths[:, None]).double()
     mask[0, 2] = mask[4, 2:4] = 0.0  # holes, as the replies of a tool leave them
     A = torch.tensor([1.2, -1.0, 0.5, -1.5, 0.0, 0.0, 0.8, -0.4, 6.0]).double()[:, None]
-    odds, *moved, entropy, own, work = torch.rand(9, *mask.shape, generator=generator).double()
+    odds, *moved, entropy, own = torch.rand(8, *mask.shape, generator=generator).double()
     batch = {"old_logp": logsigmoid(8 * odds - 4), "entropy": 2 * entropy}
     for name, noise in zip("logp rollout_logp ref_logp proxy_logp teacher_logp".split(), moved):
         batch[name] = logsigmoid(8 * odds - 4 + 3 * noise - 1.5)
