@@ -6,7 +6,7 @@ Zheng et al. (Qwen team), "Group Sequence Policy Optimization",
 The problem: GRPO rewards a whole response, but corrects for old samples with one ratio per token.
 Each token ratio is a single sample of an importance weight. So, the paper argues, it adds noise,
 and more of it in longer responses and in mixtures of experts. (An objection to this argument is in
-docs/questions-more.md, question 38.)
+docs/questions-more.md, question 40.)
 
 The idea: a response has one reward, so it gets one ratio, too. s_i is the geometric mean of its
 token ratios. The mean makes s_i so steady that its clip is about 600 times narrower than GRPO's.
