@@ -44,7 +44,7 @@ class Run:
     """What a test of whole runs needs to know of a file; the defaults fit a file whose loss alone
     is new."""
 
-    # Flags under which every mechanism acts on the answers of tests/loop/stored.py, and some
+    # Flags under which every mechanism acts on the answers of tests/loop/answers.py, and some
     # gradients but not all are above grad_clip. Empty: it trains on them in no test
     stored: dict = field(default_factory=dict)
     # The same within six small steps
@@ -61,8 +61,7 @@ class Run:
     refuses: tuple[tuple[str, str], ...] = ()
     # Flags that change metrics only, which compare with another method
     measured: tuple[str, ...] = ()
-    # Stored answers with part marks, or with several turns
-    part_marks: bool = False
+    # Its responses have several turns
     turns: bool = False
 
 

@@ -31,7 +31,7 @@ def busy_batch() -> dict[str, Tensor]:
     mask = (torch.arange(7) < lengths[:, None]).double()
     mask[0, 2] = mask[4, 2:4] = 0.0  # holes, as the replies of a tool leave them
     A = torch.tensor([1.2, -1.0, 0.5, -1.5, 0.0, 0.0, 0.8, -0.4, 6.0]).double()[:, None]
-    odds, *moved, entropy, own, work = torch.rand(9, *mask.shape, generator=generator).double()
+    odds, *moved, entropy, own = torch.rand(8, *mask.shape, generator=generator).double()
     batch = {"old_logp": logsigmoid(8 * odds - 4), "entropy": 2 * entropy}
     for name, noise in zip("logp rollout_logp ref_logp proxy_logp teacher_logp".split(), moved):
         batch[name] = logsigmoid(8 * odds - 4 + 3 * noise - 1.5)
@@ -47,12 +47,11 @@ def busy_batch() -> dict[str, Tensor]:
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
     batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out (lp_reg)
-    batch |= {"mask": mask, "advantages": A[:, 0], "working": (work > 0.4) * mask}
+    batch |= {"mask": mask, "advantages": A[:, 0]}
     top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
     batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
     batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
-    batch["working_advantages"] = A[:, 0].roll(1) - 0.3
     return batch
 
 
@@ -189,8 +188,8 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
 def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Rollout]:
     """Return log π_θ and the batch of a whole mini-batch with these columns.
 
-    If nothing else is given, μ is π_old, the entropy is 0, no row is a branch and no token belongs
-    to a working. The column that the file's `choose_tokens` writes is computed from these rows.
+    If nothing else is given, μ is π_old, the entropy is 0, and no row is a branch. The column that
+    the file's `choose_tokens` writes is computed from these rows.
     """
     logp, A, mask = columns["logp"], columns["advantages"], columns["mask"]
     usual = {
@@ -198,9 +197,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "rollout_logp": columns["old_logp"],
         "token_advantages": A if A.dim() == 2 else A[:, None].expand_as(mask),  # ppo
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
-        "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo, recipe
-        "working": torch.zeros_like(mask),  # blockwise
-        "working_advantages": A,  # blockwise
+        "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
         "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
         "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred

@@ -7,7 +7,7 @@ from common.batch import Rollout
 from tests.helpers import SMALL, module_of, run_here
 
 # The others have grpo's lines
-OWN = [pytest.param(n, marks=pytest.mark.slow) for n in "minirl vcpo ppo recipe".split()]
+OWN = [pytest.param(n, marks=pytest.mark.slow) for n in "minirl vcpo ppo".split()]
 
 
 @pytest.mark.parametrize("name", ["grpo", *OWN])

@@ -17,7 +17,7 @@ from common.records.checkpoint import checkpoints
 from common.scale.vllm import vllm_options
 
 from tests.helpers import SMALL, metrics, module_of, run_here
-from tests.loop.stored import flat, record
+from tests.loop.record import flat, record
 
 SHARED = [field.name for field in fields(Flags)]
 # For memory, time and the disk: the same training

@@ -2,6 +2,7 @@
 engine and log is computed a second time, in float64, without `main` and `common`. All files: any
 micro-batches and any number of ranks give the same gradients and metrics. Mutants turn one red."""
 
+import copy
 import itertools
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -15,9 +16,11 @@ from common.distributed import ALONE, setup
 from torch import Tensor
 
 from tests.helpers import module_of
-from tests.loop import stored
-from tests.loop.stored import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, M, P, Record, T, respond
-from tests.loop.stored import damaged, distributions, flat, log_probs, on_ranks, record, sampled
+from tests.loop.answers import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, M, P, T, distributions
+from tests.loop.answers import log_probs, padded, respond, rewards_of, sampled, sampler_logp
+from tests.loop.answers import untrained
+from tests.loop.ranks import damaged, on_ranks
+from tests.loop.record import Record, flat, record
 
 PLAIN = ["grpo", "gspo", "sapo", "maspo", "stapo", "minirl"]
 OTHERS = [name for name in ALGORITHMS if name not in NINE and checks.run_of(name).stored]
@@ -28,7 +31,7 @@ slow = pytest.mark.slow
 
 
 def model(parameters: list[Tensor]) -> torch.nn.Module:
-    lm = stored.copy.deepcopy(stored.untrained())
+    lm = copy.deepcopy(untrained())
     for own, given in zip(lm.parameters(), parameters, strict=True):
         own.data.copy_(given)
     return lm
@@ -48,7 +51,7 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
         start = (rank * M + part) * share
         for prompt in prompts_of(step)[start : start + share]:
             rows += respond(prompt, G)
-    A = module.advantages(stored.rewards_of(rows).view(-1, G)).flatten()
+    A = module.advantages(rewards_of(rows).view(-1, G)).flatten()
     lm, old, reference = model(weights[update]), model(weights[step * M]), model(weights[0])
     every = distributions(lm, rows)
     b = SimpleNamespace(
@@ -56,10 +59,10 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
         advantages=A,
         logp=sampled(every, rows),
         entropy=-(every.exp() * every).sum(-1).detach(),
-        mask=stored.padded([[1.0] * len(row.tokens) for row in rows]).double(),
+        mask=padded([[1.0] * len(row.tokens) for row in rows]).double(),
         old_logp=log_probs(old, rows),
         ref_logp=log_probs(reference, rows),
-        rollout_logp=stored.padded([stored.sampler_logp(row, "model") for row in rows]).double(),
+        rollout_logp=padded([sampler_logp(row, "model") for row in rows]).double(),
     )
     args = SimpleNamespace(**found[0].flags)
     if hasattr(module, "choose_tokens"):
@@ -78,7 +81,7 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
         "len_good": (tokens[good].sum(), good.sum()),
         "sampler_gap": (gap.abs().sum(), tokens.sum()),
         "sampler_gap_max": (gap.abs().max(), None),
-        "reward": (stored.rewards_of(rows).sum(), len(rows)),
+        "reward": (rewards_of(rows).sum(), len(rows)),
         "response_len": (tokens.sum(), len(rows)),
         "truncated": (sum(not row.finished for row in rows), len(rows)),
         "tokens": (tokens.sum(), None),
