@@ -19,7 +19,6 @@ from common.cli import BadInput, broken_rule
 from common.launch import parse
 from labs import lab
 from labs.fall.mean import length, mean, minus, moved
-from labs.stresses import SETS, Stress, together
 
 import checks
 from tests.helpers import ROOT, module_of
@@ -178,20 +177,6 @@ def test_means_and_moves_of_weights():
     there = moved(start, minus(middle, start), 5.0)
     assert length(minus(there, start)) == pytest.approx(5.0)
     assert there["a"][0] == 1 and there["a"][1] - 2 == there["b"][0, 0]
-
-
-def test_shares_of_a_known_sum():
-    """Two causes take 0.1 and 0.2, and together 0.05 more. The main effects share the excess."""
-    takes = {"8 updates": 0.1, "twice the rate": 0.2}
-    of = {}
-    for names in [(), *SETS]:
-        excess = 0.05 * (takes.keys() <= set(names))
-        of[frozenset(names)] = np.array([1 - sum(takes.get(name, 0) for name in names) - excess])
-    effect = LABS["shares"].effect
-    assert effect(of, "8 updates") == pytest.approx(-0.125)
-    assert effect(of, "8 updates", "twice the rate") == pytest.approx(-0.05)
-    assert effect(of, "4 levels") == effect(of, "4 levels", "8 updates") == pytest.approx(0)
-    assert together(("8 updates", "4 levels")) == Stress(minibatches=8, levels=4)
 
 
 def test_tokens_are_counted_up_to_each_evaluation():

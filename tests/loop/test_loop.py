@@ -3,7 +3,6 @@ engine and log is computed a second time, in float64, without `main` and `common
 micro-batches and any number of ranks give the same gradients and metrics. Mutants turn one red."""
 
 import copy
-import itertools
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -128,19 +127,6 @@ def check_loop(name: str, found: list[Record]) -> None:
     assert first.metrics[-1]["sampled"] == pytest.approx(sum(right) / len(right))
 
 
-def check_the_answers_ask_enough(name: str, found: Record) -> None:
-    """Check that all policies differ, advantages have both signs, one gradient is clipped and one
-    is not, and the mechanism acts. Otherwise a mistake could hide."""
-    b = minibatch(module_of(name), [found], 3)
-    columns = b.logp.detach(), b.old_logp, b.rollout_logp, b.ref_logp
-    for one, other in itertools.combinations(columns, 2):
-        assert ((one - other) * b.mask).abs().mean() > 0.01
-    norms = [flat(seen["gradients"]).norm() for seen in found.updates]
-    assert min(norms) < 0.99 * found.flags["grad_clip"] < max(norms)
-    assert b.advantages.min() < 0 < b.advantages.max()
-    assert any(line.get(next(iter(module_of(name).ACTED))) for line in found.metrics)
-
-
 def check_scaled(found: Record) -> None:
     """Check that vcpo lowers lr by what is logged, the root of the ESS ratio."""
     for line in found.metrics[2:]:
@@ -215,7 +201,6 @@ EMPTY = ("common.logprobs", "micros = micros[::-1] or [[]]", "micros = [*micros[
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_second_loop(alone, name):
     check_loop(name, [alone(name)])
-    check_the_answers_ask_enough(name, alone(name))
 
 
 @pytest.mark.parametrize("name", [*NINE, *(pytest.param(name, marks=slow) for name in OTHERS)])
