@@ -80,10 +80,13 @@ def written(args: object, batch: Rollout) -> Batch:
 def agree(spec: ModuleType) -> list[Callable]:
     """Return the checks that the file agrees with checks/NAME.py, under each of its CASES."""
 
-    def compare(module: ModuleType, divisions: list) -> None:
+    def cases(module: ModuleType) -> Iterator[tuple]:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, batch = reached(module, flags)
+            yield told, *reached(module, flags)
+
+    def compare(module: ModuleType, divisions: list) -> None:
+        for told, args, logp, batch in cases(module):
             J, count = spec.objective(written(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
             for parts in divisions:
@@ -107,9 +110,7 @@ def agree(spec: ModuleType) -> list[Callable]:
         compare(module, [[[0, 3, 6], [1, 4, 7], [2, 5, 8]], [[5], [], [2, 4, 7], [0, 1, 3, 6, 8]]])
 
     def check_statistics(module: ModuleType) -> None:
-        for flags in spec.CASES:
-            told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, batch = reached(module, flags)
+        for told, args, logp, batch in cases(module):
             pairs = module.measures(args, logp.detach(), batch)
             assert pairs, NO_MEASURES
             expected = spec.statistics(written(args, batch))

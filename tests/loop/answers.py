@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 EOS, LIMIT, T = 1, 40, 0.7
-EQUALS = VOCABULARY.index("=")
 P, G, M = 8, 4, 2  # prompts, responses, mini-batches a step
 SAMPLES = 2  # sampled responses to a held-out problem
 TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=

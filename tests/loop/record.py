@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from checks import run_of
-from tests.loop.answers import EOS, EQUALS, HELD_OUT, LIMIT, SAMPLES, TRAIN, VOCABULARY, G, M, P, T
+from tests.loop.answers import EOS, HELD_OUT, LIMIT, SAMPLES, TRAIN, VOCABULARY, G, M, P, T
 from tests.loop.answers import expert_choice, respond, reward, right_answer, sampler_logp
 from tests.loop.answers import sampler_top, untrained
 
@@ -57,44 +57,6 @@ class Stored:
 
     def sync(self, policy: torch.nn.Module) -> None:
         self.synced.append(whole(policy.parameters()))
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        pass
-
-
-class StoredTurns(Stored):
-    """An engine that stops at each `=` of a stored answer. The digit after it is the tool's."""
-
-    def generate(
-        self, prompts: list, n: int, limit: int, temperature: float, prefixes: list, top_p: float
-    ) -> Rollout:
-        texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
-        if texts and not any(prefixes):  # a first turn
-            call = {"prompts": texts[::G], "n": G if texts[0] in TRAIN else 1, "prefixes": None}
-            how = {"limit": limit, "temperature": temperature, "top_p": top_p}
-            self.calls.append(call | how)
-        tokens, logps, self.replies = [], [], []
-        for i, (text, prefix) in enumerate(zip(texts, prefixes)):
-            start, group = len(prefix), respond(text, G)
-            row = (
-                next(r for r in group if r.tokens[:start] == tuple(prefix))
-                if start
-                else group[i % G]
-            )
-            stops = [t for t in range(start, len(row.tokens)) if row.tokens[t] in (EQUALS, EOS)]
-            end = stops[0] + 1 if stops else len(row.tokens)
-            tokens.append(list(row.tokens[start:end]))
-            logps.append(list(sampler_logp(row, self.model)[start:end]))
-            if stops:
-                self.replies.append(VOCABULARY[row.tokens[end]] if end < len(row.tokens) else None)
-        how = {"prefixes": prefixes, "eos": [EOS], "device": self.world.device}
-        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, **how)
-
-    def reply(self, texts: list[str], answers: list) -> list[tuple[str | None, str]]:
-        return [(reply, "") for reply in self.replies]
 
 
 def whole(tensors: object) -> list[Tensor]:
@@ -160,17 +122,12 @@ def task() -> Task:
 def record(module: ModuleType, world: World, folder: Path, model: str = "model", **flags) -> Record:
     """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
-    how = run_of(name)
-    flags = DEFAULTS | how.stored | flags
+    flags = DEFAULTS | run_of(name).stored | flags
     shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
     args = module.Args(**shape | {"shard_ranks": world.size} | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
     engine, found = Stored(world, model), Record(world.rank, vars(args))
-    problems = task()
-    if how.turns:
-        engine = StoredTurns(world, model)
-        problems.reply = engine.reply
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -190,7 +147,7 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
-        patch.setattr(module, "load_task", lambda *arguments: problems)
+        patch.setattr(module, "load_task", lambda *arguments: task())
         patch.setattr(module, "make_engine", make_engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
