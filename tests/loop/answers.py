@@ -1,4 +1,4 @@
-"""Stored answers: what a sampler says to a prompt, and the log-probs of that, without `common`.
+"""Stored answers: what a sampler says to a prompt, and the log-probs of that by transformers alone.
 
 They are made so that a mistake shows: sequences of unequal length, some cut off; groups all right,
 all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from common.tiny.arithmetic import arithmetic_reward, work
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,18 +25,6 @@ TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5
     1*2*3*4= 7+0= 8-2*3= 4*4= 6-6+6= 2*9-1= 5+5= 7*7-7= 1-2-3= 9*8+7= 3+4= 8+8*2= 0-1= 6*6*6=
     2+3-4= 9*9= 1+1*1=""".split()
 HELD_OUT = "2*2= 5-7+1= 8*9-4= 3+3= 6*5+4*3=".split()
-
-
-def right_answer(prompt: str) -> str:
-    value = int(prompt[0])
-    for operator, digit in zip(prompt[1:-1:2], map(int, prompt[2:-1:2])):
-        results = {"+": value + digit, "-": value - digit, "*": value * digit}
-        value = results[operator] % 100
-    return str(value)
-
-
-def reward(text: str, answer: str) -> float:
-    return float("#" in text and text.split("#")[-1] == answer)
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ class Row:
 
     @property
     def reward(self) -> float:
-        return reward(self.text, right_answer(self.prompt))
+        return arithmetic_reward(self.text, work(self.prompt)[1])
 
     @property
     def finished(self) -> bool:
@@ -76,7 +65,7 @@ def respond(prompt: str, n: int, prefix: str = "") -> list[Row]:
     rows = []
     for j in range(n):
         good = {0: True, 1: False}.get(kind, j % 2 == number % 2)
-        right = right_answer(prompt)
+        right = work(prompt)[1]
         answer = right if good else str((int(right) + rng.randint(1, 9)) % 100)
         digits, operators = rng.choices(range(10), k=9), rng.choices("+-*", k=3)
         steps = [f"{digits[i]}{operators[i]}{digits[i + 3]}={digits[i + 6]}" for i in range(j % 4)]

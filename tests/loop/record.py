@@ -16,13 +16,13 @@ from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
 from common.model import load_model
+from common.tiny.arithmetic import arithmetic_reward, work
 import torch
 from torch import Tensor
 
 from checks import run_of
 from tests.loop.answers import EOS, HELD_OUT, LIMIT, SAMPLES, TRAIN, VOCABULARY, G, M, P, T
-from tests.loop.answers import expert_choice, respond, reward, right_answer, sampler_logp
-from tests.loop.answers import sampler_top, untrained
+from tests.loop.answers import expert_choice, respond, sampler_logp, sampler_top, untrained
 
 
 class Stored:
@@ -104,10 +104,10 @@ def task() -> Task:
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
-        return Problem(prompt, right_answer(prompt), ids, index)
+        return Problem(prompt, work(prompt)[1], ids, index)
 
     def verifier(texts: list[str], answers: list[str]) -> list[float]:
-        return list(map(reward, texts, answers))
+        return list(map(arithmetic_reward, texts, answers))
 
     return Task(
         "arithmetic",

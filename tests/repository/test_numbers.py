@@ -4,7 +4,6 @@ the page that its cell links; a lab's page has them from its table.json."""
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -58,15 +57,12 @@ def test_a_quoted_number_stands_on_a_linked_page(page, cell):
     assert not missing
 
 
-def results_of(table: Path) -> dict:
-    return json.loads(table.read_text(encoding="utf-8"))["results"]
-
-
 @pytest.mark.parametrize("name", LABS)
 def test_a_page_shows_the_stored_results(name):
     """Each number of its tables, between what comes out and the predictions, is one that the lab
     prints from its stored results."""
-    printed = importlib.import_module(f"labs.{name}.__main__").rows(results_of(LABS[name]))
+    results = json.loads(LABS[name].read_text("utf-8"))["results"]
+    printed = importlib.import_module(f"labs.{name}.__main__").rows(results)
     there = figures(" | ".join(cell for row in printed for cell in row))
     page = "\n".join(lines(f"labs/{name}/README.md"))
     shown = page.partition("## What comes out")[2].partition("## Predictions")[0]
