@@ -116,4 +116,8 @@ def check_dropped(module: ModuleType) -> None:
 MUTANTS = {"a tool's tokens are trained": ("sampled=False)", "sampled=True)")}
 
 
-RUN = Run(of_words="--turn_end =", stored=None)  # the stored answers have one turn
+RUN = Run(
+    of_words="--turn_end =",
+    stored=None,  # the stored answers have one turn
+    refuses=(("--turn_end ?", "--turn_end '?': no token ends in it"),),
+)

@@ -248,7 +248,6 @@ def test_the_reference_is_the_repositorys(tmp_path):
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))
 def test_every_bug_is_one_place_and_seen(number):
-    """The damaged text occurs once, and the named check turns red."""
     one = bug.BUGS[number - 1]
     compile(bug.damaged(one), "damaged", "exec")
     assert f"{one.file}.py:" in bug.reveal(number) and one.seen_by in bug.reveal(number)

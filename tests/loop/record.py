@@ -106,14 +106,11 @@ def task() -> Task:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, work(prompt)[1], ids, index)
 
-    def verifier(texts: list[str], answers: list[str]) -> list[float]:
-        return list(map(arithmetic_reward, texts, answers))
-
     return Task(
         "arithmetic",
         lambda index: problem(TRAIN[index % len(TRAIN)], index),
         [problem(prompt) for prompt in HELD_OUT],
-        verifier,
+        lambda texts, answers: list(map(arithmetic_reward, texts, answers)),
         final=lambda texts: [text.split("#")[-1] for text in texts],
         tokenizer=loaded("tiny")[1],
     )

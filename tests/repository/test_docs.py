@@ -87,7 +87,6 @@ def headings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_links_lead_somewhere(path):
-    """Links lead to files that exist, and to headings that these have."""
     for link, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", path.read_text()):
         target = path.parent / link if link else path
         assert target.exists(), link

@@ -52,17 +52,12 @@ def start(folder: Path, words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def pages(folder: Path) -> dict[Path, str]:
-    found = [*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("labs/**/*.md")]
-    found.append(folder / "labs/class.ipynb")
-    return {path: path.read_text("utf-8") for path in found}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_program_ends_and_finds_no_page_to_change(command, copy):
     """The walk is an exception: it measures a step again, so its numbers may differ."""
-    before = pages(copy)
+    paths = [*copy.glob("**/*.md"), copy / "labs/class.ipynb"]
+    before = {path: path.read_text("utf-8") for path in paths}
     ended = forked(start, copy, command.split())
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]
     for path, text in before.items():

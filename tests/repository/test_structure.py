@@ -99,7 +99,6 @@ def test_the_folders_of_common():
 
 
 def test_common_knows_no_algorithm():
-    """common branches on no algorithm's name."""
     names = "|".join(name for name in ALGORITHMS if name != "tool")  # also a role in chats
     for path in COMMON:
         code = "\n".join(line for _, line in code_lines(path.read_text("utf-8")))
