@@ -83,8 +83,8 @@ def check_lesson(module: ModuleType) -> None:
     near([targets[k] for k in range(3)], [3**0.5 / 4, 0.5, 0.0], "targets of the prompts", 1e-6)
 
 
-SHARED = [*ZSCORES, grpo.check_coefficients, grpo.check_eos_counts, grpo.check_kl]
-SHARED += [grpo.check_kl_ratio]
+PARTS = [grpo.check_coefficients, grpo.check_eos_counts, grpo.check_kl, grpo.check_kl_ratio]
+SHARED = [*ZSCORES, *PARTS]
 STD = "std(dim=1, correction=0)"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
