@@ -58,6 +58,12 @@ class Stored:
     def sync(self, policy: torch.nn.Module) -> None:
         self.synced.append(whole(policy.parameters()))
 
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
 
 def whole(tensors: object) -> list[Tensor]:
     """Return copies of whole tensors, also if ranks hold only rows of them."""
