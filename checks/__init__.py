@@ -44,9 +44,10 @@ class Run:
     """What a test of whole runs needs to know of a file; the defaults fit a file whose loss alone
     is new."""
 
-    # Flags under which every mechanism acts on the answers of tests/loop/stored.py, and some
-    # gradients but not all are above grad_clip. Empty: it trains on them in no test
-    stored: dict = field(default_factory=dict)
+    # Flags under which every mechanism acts on the answers of tests/loop/answers.py, and some
+    # gradients but not all are above grad_clip. Empty: tests/loop/test_loop.py leaves it out. None:
+    # it cannot train on them
+    stored: dict | None = field(default_factory=dict)
     # The same within six small steps
     small: str = ""
     # Flags for another model, MODEL, whose texts are no sums
@@ -61,8 +62,6 @@ class Run:
     refuses: tuple[tuple[str, str], ...] = ()
     # Flags that change metrics only, which compare with another method
     measured: tuple[str, ...] = ()
-    # Stored answers have several turns
-    turns: bool = False
 
 
 def run_of(algorithm: str) -> Run:

@@ -11,7 +11,7 @@ from common.distributed import ALONE
 from torch import Tensor
 
 from . import Run, grpo
-from .formulas import Batch, both_streams, clip_statistics, k3, surrogate, token_mean
+from .formulas import Batch, clip_statistics, k3, surrogate, token_mean
 from .harness import CENTRED, FIXTURE, near
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
@@ -23,7 +23,9 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
     term, not their KL."""
     weight = torch.where(b.branch > 0, b.args.branch_weight, 1.0)[:, None]
     kl = b.args.beta * k3(b) if b.args.beta else 0.0
-    return both_streams(b, weight * surrogate(b) - kl, b.mask, token_mean)
+    x, main = weight * surrogate(b) - kl, b.branch == 0
+    J, count = token_mean(x[main], b.mask[main])
+    return J + token_mean(x[~main], b.mask[~main])[0], count
 
 
 CASES = [{"clip_high": 0.28, "beta": 0.3, "branch_weight": 0.7}]

@@ -1,12 +1,10 @@
 """DPPO: outside numbers."""
 
-from types import ModuleType
-
 from torch import Tensor
 
 from . import Run
 from .formulas import Batch, share
-from .harness import CENTRED, loss_and_gradient, near, no_kl, toy_batch
+from .harness import CENTRED
 
 
 def beyond(b: Batch) -> Tensor:
@@ -58,20 +56,6 @@ CASES = [
     {"trust_region": "tv", "two_sided": True},
     {"soft": True, "delta": 0.03},
 ]
-
-
-def check_drpo(module: ModuleType) -> None:
-    """With `--soft` and a cap that is never reached, the loss -Â r + |Â| μ (r-1)²/(2ε) with r =
-    π_θ/μ has the same gradient. UniRL's drpo.py and verl's `spo_adaptive_eps` state this loss."""
-    batch = toy_batch()
-    batch["rollout_logp"] = batch["old_logp"]
-    _, ours = loss_and_gradient(module, no_kl(module, soft=True, delta=0.1, is_cap=1e9), **batch)
-    logp = batch["logp"].clone().requires_grad_()
-    A, mu = batch["advantages"][:, None], batch["rollout_logp"]
-    r = (logp - mu).exp()
-    theirs = -A * r + A.abs() * mu.exp() * (r - 1) ** 2 / (2 * 0.1)
-    (theirs * batch["mask"]).sum(1).mean().backward()
-    near(ours, logp.grad, "∂ loss / ∂ log π")
 
 
 FIXTURES = {"dppo_tv_0.2_tokenmean": {"trust_region": "tv", "delta": 0.2}}

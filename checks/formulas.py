@@ -1,6 +1,5 @@
 """Formulas that the objectives of several checks share, in float64."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -53,13 +52,6 @@ def k3(b: Batch) -> Tensor:
     """Return π_ref/π_θ - log(π_ref/π_θ) - 1. `--kl_ratio` multiplies it by r, with its gradient."""
     plain = (b.ref - b.logp).exp() - (b.ref - b.logp) - 1
     return b.r * plain if b.args.kl_ratio else plain
-
-
-def both_streams(b: Batch, x: Tensor, mask: Tensor, mean: Callable) -> tuple[Tensor, Tensor]:
-    """Return the mean over main rows plus the mean over branches, and the main rows' count."""
-    is_branch = b.branch > 0
-    J, count = mean(x[~is_branch], mask[~is_branch])
-    return J + mean(x[is_branch], mask[is_branch])[0], count
 
 
 def share(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,10 +79,8 @@ def check_lesson(module: ModuleType) -> None:
     rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     with mock.patch.multiple(module, divide_gradients=mock.DEFAULT, clip_gradients=lambda *_: 1.0):
         curriculum.learn(chosen, rewards)
-    for k, value in enumerate((3**0.5 / 4, 0.5, 0.0)):
-        near(
-            dict((ids[0], target) for ids, target in shown)[k], value, f"target of prompt {k}", 1e-6
-        )
+    targets = {ids[0]: target for ids, target in shown}
+    near([targets[k] for k in range(3)], [3**0.5 / 4, 0.5, 0.0], "targets of the prompts", 1e-6)
 
 
 PARTS = [grpo.check_coefficients, grpo.check_eos_counts, grpo.check_kl, grpo.check_kl_ratio]

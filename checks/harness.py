@@ -80,10 +80,13 @@ def written(args: object, batch: Rollout) -> Batch:
 def agree(spec: ModuleType) -> list[Callable]:
     """Return the checks that the file agrees with checks/NAME.py, under each of its CASES."""
 
-    def compare(module: ModuleType, divisions: list) -> None:
+    def cases(module: ModuleType) -> Iterator[tuple]:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, batch = reached(module, flags)
+            yield told, *reached(module, flags)
+
+    def compare(module: ModuleType, divisions: list) -> None:
+        for told, args, logp, batch in cases(module):
             J, count = spec.objective(written(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
             for parts in divisions:
@@ -107,9 +110,7 @@ def agree(spec: ModuleType) -> list[Callable]:
         compare(module, [[[0, 3, 6], [1, 4, 7], [2, 5, 8]], [[5], [], [2, 4, 7], [0, 1, 3, 6, 8]]])
 
     def check_statistics(module: ModuleType) -> None:
-        for flags in spec.CASES:
-            told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, batch = reached(module, flags)
+        for told, args, logp, batch in cases(module):
             pairs = module.measures(args, logp.detach(), batch)
             assert pairs, NO_MEASURES
             expected = spec.statistics(written(args, batch))
@@ -188,8 +189,8 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
 def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Rollout]:
     """Return log π_θ and the batch of a whole mini-batch with these columns.
 
-    If nothing else is given, μ is π_old, the entropy is 0, no row is a branch and no token belongs
-    to a working. The column that the file's `choose_tokens` writes is computed from these rows.
+    If nothing else is given, μ is π_old, the entropy is 0, and no row is a branch. The column that
+    the file's `choose_tokens` writes is computed from these rows.
     """
     logp, A, mask = columns["logp"], columns["advantages"], columns["mask"]
     usual = {

@@ -90,7 +90,6 @@ DAMAGES = {
     "branches in the wrong mini-batch": Damage(
         "failed.repeat_interleave(K)", "failed.flip(0).repeat_interleave(K)", "deep_grpo"
     ),
-    "a tool's tokens are trained": Damage("sampled=False)", "sampled=True)", "tool"),
     "the critic learns the policy's λ": Damage(
         "advantages(*known, args.lam_critic)", "advantages(*known, lam)", "ppo"
     ),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import Run
 from .formulas import Batch, share, token_mean
-from .harness import ZSCORES, near, terms
+from .harness import POLICIES, RIGHT, ZSCORES, every_sample, loss_of, near
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -40,33 +40,27 @@ CASES = [{}, {"is_cap": 1.3, "beta": 0.7, "reward_weight": 0.4}, {"weights": "no
 CASES += [{"beta": 0.0, "reward_weight": 1.0}]
 
 
-def mean_gradient(
-    module: ModuleType, theta: Tensor, teacher: Tensor, mu: Tensor, **flags: object
-) -> Tensor:
-    """Return the gradient with respect to the logits, in the mean over all 5 tokens under μ."""
-    logp = theta.log_softmax(0)[:, None]  # [5, 1]: a response for each token
-    columns = {"old_logp": logp, "rollout_logp": mu[:, None], "ref_logp": teacher[:, None]}
-    columns |= {"advantages": torch.arange(5.0).double(), "mask": torch.ones_like(logp)}
-    total, _ = terms(module, replace(module.Args(), **flags), logp=logp, **columns)
-    (slopes,) = torch.autograd.grad(total, logp, retain_graph=True)
-    return torch.autograd.grad(logp, theta, mu.exp()[:, None] * slopes)[0]
-
-
 def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
-    """In the mean over the policy's own tokens the gradient equals the gradient of KL(π_θ ‖ π_T),
-    which autograd derives. With w this also holds over another sampler's tokens; without w it does
-    not. By default the reward has no effect."""
-    generator = torch.Generator().manual_seed(3)
-    draw = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    theta, teacher = draw[0].clone().requires_grad_(), draw[1].log_softmax(0)
-    pi, mu = theta.log_softmax(0), (draw[0] + 0.3 * draw[2]).log_softmax(0)
-    (expected,) = torch.autograd.grad((pi.exp() * (pi - teacher)).sum(), theta)
-    on_policy = mean_gradient(module, theta, teacher, pi.detach())
-    near(on_policy, expected, "over the policy's own tokens the gradient, against that of the KL")
-    other = mean_gradient(module, theta, teacher, mu)
-    near(other, expected, "over another sampler's tokens, with w = π_θ/μ")
-    without = mean_gradient(module, theta, teacher, mu, weights="none")
-    assert (without - expected).norm() > 1e-2
+    """Over all samples of a policy the gradient equals that of KL(π_θ ‖ π_T), which autograd
+    derives. With w this also holds over another sampler's samples; without w it does not. By
+    default the reward has no effect."""
+    own, other, third = POLICIES
+    teacher = every_sample(third)[1]
+    theta = every_sample(own)[1].requires_grad_()
+    pi = theta.log_softmax(0)
+    (truth,) = torch.autograd.grad((pi.exp() * (pi - teacher)).sum(), theta, retain_graph=True)
+
+    def gradient(draws: list[int], weights: str) -> Tensor:
+        rows, mu = every_sample(draws)
+        batch = {"logp": pi, "old_logp": pi, "rollout_logp": mu, "ref_logp": teacher}
+        batch = {name: x[rows][:, None] for name, x in batch.items()}  # [n, 1]
+        batch |= {"advantages": RIGHT[rows], "mask": torch.ones(len(rows), 1)}
+        loss = loss_of(module, replace(module.Args(), weights=weights, is_cap=99.0), **batch)
+        return torch.autograd.grad(loss, theta, retain_graph=True)[0]
+
+    near(gradient(own, "none"), truth, "over the policy's own samples, against the KL's gradient")
+    near(gradient(other, "mu"), truth, "over another sampler's samples, with w = π_θ/μ")
+    assert (gradient(other, "none") - truth).norm() > 1e-2
 
 
 def check_teacher(module: ModuleType) -> None:

@@ -113,9 +113,11 @@ def check_dropped(module: ModuleType) -> None:
     near(module.advantages_without(R, failed), expected, "advantages without failed calls", 1e-9)
 
 
+MUTANTS = {"a tool's tokens are trained": ("sampled=False)", "sampled=True)")}
+
+
 RUN = Run(
     of_words="--turn_end =",
-    stored={"beta": 0.1, "grad_clip": 6.0},
-    turns=True,
-    needs={"max_turns": {"max_turns": 1}},
+    stored=None,  # the stored answers have one turn
+    refuses=(("--turn_end ?", "--turn_end '?': no token ends in it"),),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import Run
 from .formulas import Batch, response_mean
-from .harness import FIXTURE, RIGHT, advantages_match, check_equal_rewards, loss_and_gradient
+from .harness import FIXTURE, advantages_match, check_equal_rewards, loss_and_gradient
 from .harness import measured, near
 
 
@@ -82,26 +82,6 @@ def check_baseline(module: ModuleType) -> None:
     shift = module.baseline_shift(log_w, norms, module.advantages(R))
     near(R.mean(1) + R.std(dim=1, correction=0) * shift, stored["baseline"], "b", 1e-8)
     assert module.baseline_shift(400 * log_w, norms, module.advantages(R)).isfinite().all()
-
-
-def check_baseline_has_the_least_variance(module: ModuleType) -> None:
-    """For one-token answers, enumerated, and uncapped weights, the variance of w g (R - b) over μ
-    is smaller at b than at a grid of other values."""
-    generator = torch.Generator().manual_seed(1)
-    theta, moved = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
-    mu, pi = theta.log_softmax(0), (theta + 0.5 * moved).log_softmax(0)
-    gradients = torch.eye(6, dtype=torch.float64) - pi.exp()  # ∇_θ log π(a), a row each
-    norms, w = gradients.norm(dim=1), (pi - mu).exp()
-    # An outcome stands in the "group" as often as μ draws it: fold that into the weight
-    best = module.baseline_shift(pi - mu + mu / 2, norms, RIGHT)
-
-    def variance(b: Tensor) -> float:
-        estimate = (w * (RIGHT - b))[:, None] * gradients
-        mean = mu.exp() @ estimate
-        return float(mu.exp() @ estimate.square().sum(1) - mean.square().sum())
-
-    others = [variance(best + delta) for delta in (-0.3, -0.1, -0.03, 0.03, 0.1, 0.3)]
-    assert variance(best) < min(others) and variance(best) < variance(mu.exp() @ RIGHT)
 
 
 def check_ess(module: ModuleType) -> None:

@@ -106,7 +106,7 @@ def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
     # A server that is warm: what a run imports late is imported here
     late = "matplotlib.pyplot transformers.models.qwen3.modeling_qwen3 pyparsing.testing"
     late += " transformers.models.qwen3_moe.modeling_qwen3_moe torch.distributed.checkpoint"
-    preloaded = ["common", *MODULES.values(), *late.split(), "tests.loop.stored"]
+    preloaded = ["common", *MODULES.values(), *late.split(), "tests.loop.ranks"]
     context.set_forkserver_preload(preloaded)
     shared = {}
     if ranks > 1:

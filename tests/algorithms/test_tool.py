@@ -88,5 +88,3 @@ def test_a_task_without_a_reply_is_one_line(capsys, tmp_path):
     (tmp_path / "plain.py").write_text(TASK.replace("def reply", "def other"))
     assert run_here(tool.main, "--task", tmp_path / "plain.py") == 2
     assert "has no reply(response, answer)" in capsys.readouterr().err
-    assert run_here(tool.main, "--turn_end", "?") == 2
-    assert "no token ends in it" in capsys.readouterr().err

@@ -66,7 +66,7 @@ CLIP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 A = "A = batch.advantages[:, None]"
 GATE = "~((A > 0) & (ratio > 1 + args.clip_high) | (A < 0) & (ratio < 1 - args.clip_low))"
 SURROGATE = "torch.minimum(ratio * A, clipped * A)"
-NO_MIN, MAX = (SURROGATE, "clipped * A"), (SURROGATE, SURROGATE.replace("minimum", "maximum"))
+NO_MIN = (SURROGATE, "clipped * A")
 TOKENS = [(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum()")]
 TEXTBOOK = [(CENTRE, "")]
 ALWAYS = ("    if args.beta > 0:\n        objective =", "    if True:\n        objective =")
@@ -79,15 +79,11 @@ ANSWERS = {
         ],
         [],
     ),
-    "textbook": (TEXTBOOK, ["'equal rewards not made 0' has just"]),
-    "token mean": (TOKENS, ["'token-mean' has just"]),
     "no min, no kl_ratio": (
         [NO_MIN, (RATIO, NO_RATIO)],
         ["'clip without min' would", "'--kl_ratio ignored' would explain (kl ratio)"],
     ),
-    "max, no kl_ratio": ([MAX, (RATIO, NO_RATIO)], ["'max for min' would", "'--kl_ratio ignored'"]),
     "k1, no kl_ratio": ([(K3, "-log_ref_ratio"), (RATIO, NO_RATIO)], ["'k1 for k3' would"]),
-    "whitened": ([(A, f"{A}\n    A = (A - A.mean()) / A.std()")], ["'Â whitened again"]),
     "M r Â": ([(SURROGATE, f"{GATE} * ratio * A")], ["Asked is", "value"]),
     "three": (
         [*TEXTBOOK, *TOKENS, NO_MIN],
@@ -252,7 +248,6 @@ def test_the_reference_is_the_repositorys(tmp_path):
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))
 def test_every_bug_is_one_place_and_seen(number):
-    """The damaged text occurs once, and the named check turns red."""
     one = bug.BUGS[number - 1]
     compile(bug.damaged(one), "damaged", "exec")
     assert f"{one.file}.py:" in bug.reveal(number) and one.seen_by in bug.reveal(number)

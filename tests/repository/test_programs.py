@@ -1,10 +1,12 @@
-"""Programs of tools/ and labs/ start with their smallest input and come to their end. Programs that
-write a page from a table find nothing to change. A wrong call gives one line."""
+"""Programs of tools/ and labs/, and the notebook, start with their smallest input and come to their
+end. Programs that write a page from a table find nothing to change. A wrong call gives one line."""
 
+import json
 import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +17,7 @@ from tests.helpers import ROOT, forked, refused
 
 # With the smallest input, for a copy of the repository that has finished runs
 COMMANDS = """
-labs.blank grpo
 labs.bug 1 --reveal
-labs.grade grpo.py
 labs.race --table none
 tools.compare runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
@@ -25,7 +25,6 @@ tools.make_tiny tiny tiny-new --steps 1
 tools.make_tiny tiny tiny-long --steps 1 --task arithmetic:100
 tools.maintain --only marks walk losses
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
-tools.page runs/a
 """.split("\n")[1:-1]
 NUMBER = r"-?\d+\.\d+"
 
@@ -53,17 +52,12 @@ def start(folder: Path, words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def pages(folder: Path) -> dict[Path, str]:
-    found = [*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("labs/**/*.md")]
-    found.append(folder / "labs/class.ipynb")
-    return {path: path.read_text("utf-8") for path in found}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_program_ends_and_finds_no_page_to_change(command, copy):
     """The walk is an exception: it measures a step again, so its numbers may differ."""
-    before = pages(copy)
+    paths = [*copy.glob("**/*.md"), copy / "labs/class.ipynb"]
+    before = {path: path.read_text("utf-8") for path in paths}
     ended = forked(start, copy, command.split())
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]
     for path, text in before.items():
@@ -71,6 +65,25 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
         if "walk" in command:
             now, text = re.sub(NUMBER, "#", now), re.sub(NUMBER, "#", text)
         assert now == text, path
+
+
+IPYTHON = """
+import os, sys, types
+sys.modules["IPython"] = sys.modules["IPython.display"] = types.SimpleNamespace(HTML=print)
+"""
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_run(copy):
+    """Plain Python stands in for IPython, the copy for the clone. One training step is enough."""
+    cells = json.loads((copy / "labs" / "class.ipynb").read_text("utf-8"))["cells"]
+    program = IPYTHON + "\n".join(cell["source"] for cell in cells[3:])
+    program = program.replace("--steps 40", "--steps 1").replace("python ", f"{sys.executable} ")
+    program = re.sub("(?m)^!(.*)$", r'os.system("""\1""")', program)
+    done = subprocess.run([sys.executable, "-c", program], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert "<iframe srcdoc=" in done.stdout  # cell 4: the page of cell 3's run
+    assert "TODO: advantages" in done.stdout  # cell 5: the grader has read the blank
 
 
 WRONG_CALLS = """

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 from checks import module_from
-from checks.files import ALGORITHMS, NINE, PATHS, VARIANTS, base_of
+from checks.files import ALGORITHMS, NINE, PATHS, base_of
 from common.cli import Rule
 from tools.maintain.marks import changes, code_lines
 
@@ -99,7 +99,6 @@ def test_the_folders_of_common():
 
 
 def test_common_knows_no_algorithm():
-    """common branches on no algorithm's name."""
     names = "|".join(name for name in ALGORITHMS if name != "tool")  # also a role in chats
     for path in COMMON:
         code = "\n".join(line for _, line in code_lines(path.read_text("utf-8")))
@@ -132,15 +131,6 @@ def test_variants_have_the_flags_of_the_loop():
     """They have the rules, defaults and words of grpo.py."""
     own = re.search(r"class Args\(Flags\):\n(.*?)    clip_low", PATHS["grpo"].read_text(), re.S)[1]
     assert own in (ROOT / "variants/__init__.py").read_text()
-
-
-@pytest.mark.parametrize("algorithm", VARIANTS)
-def test_a_variants_header_says_whose_loop_runs(algorithm):
-    source = PATHS[algorithm].read_text("utf-8")
-    named = re.search(r"^Loop: (\w+)\.py's|^Loop: its own", source, re.M)
-    loop = re.search(r"^main = loop_of\((\w+),", source, re.M)
-    said = named[1] if named else base_of(PATHS[algorithm]).stem
-    assert said == (loop[1] if loop else None)
 
 
 def test_a_variant_that_lost_its_loss_does_not_load():

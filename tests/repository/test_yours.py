@@ -18,17 +18,12 @@ HERE = [words for name, words, _ in commands(PAGE) if name == "grpo" and "--mode
 SMALL = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_samples 1".split()
 
 
-def save_examples(folder: Path) -> None:
-    """Copy docs/tasks/. What reads GSM8K from the hub reads gsm8k.jsonl instead."""
-    for path in (ROOT / "docs/tasks").glob("*.py"):
-        text = path.read_text("utf-8").replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"')
-        (folder / path.name).write_text(text)
-
-
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """Make a folder with the examples, and enter it."""
-    save_examples(tmp_path)
+    """Copy docs/tasks/, and enter the copy. What reads GSM8K from the hub reads gsm8k.jsonl."""
+    for path in (ROOT / "docs/tasks").glob("*.py"):
+        text = path.read_text("utf-8").replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"')
+        (tmp_path / path.name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,11 +1,13 @@
-"""The page of a run's samples: its data are the stored ones, and text of models stays text."""
+"""A run's picture and page: their numbers are the stored ones, and text of models stays text."""
 
 import json
 import re
 
+import numpy as np
 import pytest
 from common.cli import BadInput
-from common.records.files import as_lines
+from common.records.curves import draw_curves
+from common.records.files import as_lines, saved_config
 from tools import look, page
 
 from tests.tools.made import HOSTILE, a_run, group_of, metrics_of, with_samples
@@ -56,3 +58,17 @@ def test_a_run_without_samples_and_another_file_are_refused(tmp_path):
     with pytest.raises(BadInput, match="another file"):
         page.main([run], notes)
     assert notes.read_text() == "mine"
+
+
+def test_the_lines_are_the_runs_numbers(tmp_path):
+    """A number that is missing (not null) makes no gap."""
+    lines = metrics_of(40)
+    lines[20]["entropy"] = None
+    del lines[21]["entropy"]
+    folder = a_run(tmp_path / "run", lines)
+    figure = draw_curves(saved_config(folder), lines)
+    axes = {axis.get_title().replace("\n", " "): axis for axis in figure.axes}
+    raw, _ = axes["reward (training samples)"].lines
+    assert [*raw.get_ydata()] == [row["reward"] for row in lines[1:]]
+    steps, values = axes["entropy (nats per token)"].lines[0].get_data()
+    assert len(steps) == 39 and [*np.flatnonzero(np.isnan(values))] == [19]

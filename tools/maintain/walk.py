@@ -13,11 +13,13 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import grpo
 import torch
+from common.batch import Rollout
 from common.launch import launch
 from common.records.files import write
 from common.run import Run
@@ -71,20 +73,58 @@ def said(number: float, digits: int = 2) -> str:
     return text.lstrip("-") if float(text) == 0 else text
 
 
-def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
-    """Map each name on the page to its number or table."""
-    tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
-    (rewards,), _, A = calls["advantages"][0]
-    rollout = calls["rollout_metrics"][0][0][0]
-    parts = [part for _, _, part in calls["balance_tokens"]]
-    metrics = calls["log"][-1][0][2]
+@dataclass
+class Micro:
+    """One call of the loss: these rows of the mini-batch."""
+
+    rows: list[int]
+    logp: Tensor  # [n, T]
+    batch: Rollout
+    loss: Tensor
+    count: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.logp - self.batch.old_logp).exp()  # [n, T]
+
+
+class Step:
+    """The step as its calls tell it. `words` are the tokens of each response as text, `updates` the
+    micro-batches of each optimiser step, and `norms` these steps' gradient norms."""
+
+    def __init__(self, calls: dict[str, list[tuple]]):
+        self.tokenizer, self.task = calls["load_task"][0][0][1], calls["load_task"][0][2]
+        (self.rewards,), _, self.advantages = calls["advantages"][0]  # [P, G] both
+        self.rollout = calls["rollout_metrics"][0][0][0]
+        self.parts = [part for _, _, part in calls["balance_tokens"]]
+        self.metrics = calls["log"][-1][0][2]
+        self.norms = [norm for _, _, norm in calls["clip_gradients"]]
+        self.words = []
+        for row in self.rollout.response_ids():
+            self.words.append([self.tokenizer.decode(token) for token in row])
+        self.updates, losses = [], iter(calls["policy_loss"])
+        for _, _, micros in calls["micro_batches"][-len(self.parts) :]:
+            update = []
+            for rows in micros:
+                (_, logp, batch), _, (loss, count) = next(losses)
+                update.append(Micro(rows.tolist(), logp, batch, loss, count))
+            self.updates.append(update)
+
+    def words_of(self, problem: int) -> list[list[str]]:
+        """Return the words of each response to a problem."""
+        G = self.rewards.shape[1]
+        return self.words[problem * G : problem * G + G]
+
+
+def numbers_of(step: Step) -> dict[str, object]:
+    """Return sizes, metrics, the problems, and the rewards of the first one."""
+    rollout, rewards, metrics = step.rollout, step.rewards, step.metrics
     P, G = rewards.shape
     N, T = rollout.tokens.shape
-    words = [[tokenizer.decode(token) for token in row] for row in rollout.response_ids()]
     numbers = {"P": P, "G": G, "N": N, "T": T, "S": rollout.sequences.shape[1]}
-    numbers |= {"n": len(parts[0]), "V": len(tokenizer), "real": int(rollout.mask.sum())}
+    numbers |= {"n": len(step.parts[0]), "V": len(step.tokenizer), "real": int(rollout.mask.sum())}
     numbers["padding"] = f"{100 - 100 * rollout.mask.mean():.0f}%"
-    numbers["idle"] = int((A == 0).all(dim=1).sum())
+    numbers["idle"] = int((step.advantages == 0).all(dim=1).sum())
     for name in ("reward", "entropy", "entropy_good", "entropy_bad", "zero_groups", "len_good"):
         numbers[name] = said(metrics[name])
     numbers |= {"distinct": said(metrics["distinct"], 1), "len_bad": said(metrics["len_bad"])}
@@ -93,60 +133,75 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     numbers["ref_kl"] = said(metrics["ref_kl"], 5)
     numbers["gap"] = "below 1e-5" if metrics["sampler_gap"] < 1e-5 else "above 1e-5"
     numbers["mean_norm"] = said(metrics["grad_norm"])
-    first, last = ([task.train(i), words[i * G : i * G + G]] for i in SEEN)
-    numbers |= {"prompt": f"`{tokenizer.decode(first[0].prompt_ids)}`", "answer": first[0].answer}
-    numbers |= {"last prompt": f"`{tokenizer.decode(last[0].prompt_ids)}`"}
+    first, last = (step.task.train(i) for i in SEEN)
+    numbers["prompt"] = f"`{step.tokenizer.decode(first.prompt_ids)}`"
+    numbers["answer"] = first.answer
+    numbers["last prompt"] = f"`{step.tokenizer.decode(last.prompt_ids)}`"
     numbers["mean 0"] = said(rewards[0].mean())
     numbers["std 0"] = said(rewards[0].std(), 4)
-    rows = zip(rewards[0].tolist(), A[0].tolist(), first[1])
-    blocks = {
-        "group": table("reward Â response", [[r, said(a, 4), "".join(w)] for r, a, w in rows])
-    }
+    return numbers
 
-    # One row of the first problem, as the tensors have it
-    row = min(range(G), key=lambda i: (rewards[0, i].item(), len(words[i])))
-    numbers["short row"] = row
-    before, size = int(rollout.prompt_len[row]), len(words[row])
-    part = parts[0]
+
+def group_of(step: Step) -> dict[str, object]:
+    """Return the table of the first problem's responses."""
+    lines = []
+    for r, a, words in zip(step.rewards[0].tolist(), step.advantages[0], step.words_of(SEEN[0])):
+        lines.append([r, said(a, 4), "".join(words)])
+    return {"group": table("reward Â response", lines)}
+
+
+def row_of(step: Step) -> dict[str, object]:
+    """Return the table of the first problem's shortest wrong response, as the tensors have it."""
+    rollout, G = step.rollout, step.rewards.shape[1]
+    row = min(range(G), key=lambda i: (step.rewards[0, i].item(), len(step.words[i])))
+    before, size = int(rollout.prompt_len[row]), len(step.words[row])
     lines = []
     for column, token in enumerate(rollout.sequences[row].tolist()[: before + size + 2]):
         t = column - before
-        own = 0 <= t < T and rollout.mask[row, t] > 0
-        shown = tokenizer.decode(token) if t < size else "(padding)"
-        logs = [said(x[row, t], 3) if own else "" for x in (rollout.rollout_logp, part.old_logp)]
+        own = 0 <= t < rollout.tokens.shape[1] and rollout.mask[row, t] > 0
+        shown = step.tokenizer.decode(token) if t < size else "(padding)"
+        columns = rollout.rollout_logp, step.parts[0].old_logp
+        logs = [said(x[row, t], 3) if own else "" for x in columns]
         mask = f"{rollout.mask[row, t]:.0f}" if t >= 0 else ""
         lines.append([column, t if t >= 0 else "", token, mask, *logs, shown])
-    blocks["row"] = table("column t id mask log_μ log_π_old token", lines)
+    return {"short row": row, "row": table("column t id mask log_μ log_π_old token", lines)}
 
-    # The four optimiser steps, each in its micro-batches
-    losses, lines, start = calls["policy_loss"], [], 0
-    for k, (_, _, micros) in enumerate(calls["micro_batches"][-len(parts) :]):
-        now, start = losses[start : start + len(micros)], start + len(micros)
-        ratios = []
-        for (_, logp, batch), _, _ in now:
-            ratios.append((logp - batch.old_logp).exp()[batch.mask > 0])
-        sums = " + ".join(said(loss, 3) for _, _, (loss, _) in now).replace("+ -", "- ")
-        total = sum(loss.item() for _, _, (loss, _) in now)
-        count = sum(int(count) for _, _, (_, count) in now)
-        spread = [said(min(map(Tensor.min, ratios)), 3), said(max(map(Tensor.max, ratios)), 3)]
-        norm = said(calls["clip_gradients"][k][2])
-        rows = "+".join(str(len(rows)) for rows in micros)
-        lines.append([k + 1, rows, *spread, norm, said(total / count, 4), f"({sums})/{count}"])
-    blocks["steps"] = table("step rows r_min r_max norm loss sums", lines)
 
-    # A wrong response of the last mini-batch, whose ratios are no longer 1
-    index = max(range(G), key=lambda i: (-rewards[SEEN[1], i].item(), len(last[1][i])))
-    place = SEEN[1] * G + index - (N - len(parts[-1]))
-    for ((_, logp, batch), _, _), rows in zip(losses[-len(micros) :], micros):
-        if place in rows.tolist():
-            at = rows.tolist().index(place)
-            a = batch.advantages[at].item()
-            r = (logp - batch.old_logp)[at].exp()
-            columns = zip(batch.old_logp[at], logp[at], r, r * a, last[1][index])
-            lines = [[*(said(number, 3) for number in row), word] for *row, word in columns]
-    numbers |= {"last row": index, "last Â": said(a, 4)}
-    blocks["ratio"] = table("log_π_old log_π_θ r r·Â token", lines)
-    return {name: str(value) for name, value in (numbers | blocks).items()}
+def steps_of(step: Step) -> dict[str, object]:
+    """Return the table of the optimiser steps, each with the sums of its micro-batches."""
+    lines = []
+    for k, micros in enumerate(step.updates):
+        ratios = torch.cat([micro.ratio[micro.batch.mask > 0] for micro in micros])
+        sums = " + ".join(said(micro.loss, 3) for micro in micros).replace("+ -", "- ")
+        total = sum(micro.loss.item() for micro in micros)
+        count = sum(int(micro.count) for micro in micros)
+        spread = [said(ratios.min(), 3), said(ratios.max(), 3)]
+        rows = "+".join(str(len(micro.rows)) for micro in micros)
+        mean = said(total / count, 4)
+        lines.append([k + 1, rows, *spread, said(step.norms[k]), mean, f"({sums})/{count}"])
+    return {"steps": table("step rows r_min r_max norm loss sums", lines)}
+
+
+def ratios_of(step: Step) -> dict[str, object]:
+    """Return the table of a wrong response of the last mini-batch, whose ratios are no longer 1."""
+    rewards, responses = step.rewards[SEEN[1]], step.words_of(SEEN[1])
+    G = len(responses)
+    index = max(range(G), key=lambda i: (-rewards[i].item(), len(responses[i])))
+    place = SEEN[1] * G + index - (len(step.words) - len(step.parts[-1]))  # in the mini-batch
+    micro = next(micro for micro in step.updates[-1] if place in micro.rows)
+    at = micro.rows.index(place)
+    r, A = micro.ratio[at], micro.batch.advantages[at].item()
+    columns = zip(micro.batch.old_logp[at], micro.logp[at], r, r * A, responses[index])
+    lines = [[*(said(number, 3) for number in numbers), word] for *numbers, word in columns]
+    ratios = table("log_π_old log_π_θ r r·Â token", lines)
+    return {"last row": index, "last Â": said(A, 4), "ratio": ratios}
+
+
+def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
+    """Map each name on the page to its number or table."""
+    step = Step(calls)
+    values = numbers_of(step) | group_of(step) | row_of(step) | steps_of(step) | ratios_of(step)
+    return {name: str(value) for name, value in values.items()}
 
 
 def filled(page: str, source: str, values: dict[str, str]) -> str:
