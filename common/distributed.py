@@ -4,17 +4,14 @@ import contextlib
 import os
 import re
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -22,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.cli import BadInput, Flags, blame, in_one_line, say
+from common.cli import BadInput, Flags, blame, say
 
 # How long a collective waits for the last rank. Sampling and verifying may take ranks very unequal
 # times. But they start an update together, because they have just agreed on the number of
@@ -123,7 +120,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     if args.compile:
         policy.compiled = True
         for layer in layers:
-            layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
+            layer.forward = partial(compiled(type(layer).forward, dynamic=True), layer)
     if args.gradient_checkpointing:
         for layer in layers:  # transformers would do it in training mode only, and with dropout
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -162,50 +159,16 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     return policy
 
 
-class Compiled:
-    """A function that torch.compile compiles at its first call, with its backward pass if it needs
-    gradients, for inputs of any shape.
-
-    If that fails, it prints one line, and this process compiles nothing from then on.
-    """
-
-    failed = False
-    seconds = 0.0  # how long the very first call took, which compiles
-
-    def __init__(self, function: Callable, dynamic: bool | None = None):
-        """Compile for all shapes at the first call (`dynamic`), or at the second shape (None)."""
-        self.function = function
-        self.dynamic = dynamic
-
-    @cached_property
-    def compiled(self) -> Callable:
-        # Compile the backward pass together with the forward pass, so that `__call__` catches its
-        # errors. By default torch compiles it in `loss.backward()`.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Round bfloat16 numbers inside a fused kernel as uncompiled layers do. The hf sampler is
-        # not compiled, and must compute the same log-probs.
-        options = {"emulate_precision_casts": True}
-        # All layers of all models share this limit (default: 8). Policy and reference need more
-        # graphs: with gradient, without it, for frozen weights, and each of these for one row.
-        return torch.compile(
-            self.function, dynamic=self.dynamic, recompile_limit=64, options=options
-        )
-
-    def __call__(self, *inputs: object, **named: object) -> object:
-        if not Compiled.failed:
-            start = time.perf_counter()
-            try:
-                outputs = self.compiled(*inputs, **named)
-                if not Compiled.seconds:
-                    Compiled.seconds = time.perf_counter() - start
-                    if os.environ.get("RANK", "0") == "0":
-                        say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
-                return outputs
-            except TorchDynamoException as error:
-                Compiled.failed = True
-                why = in_one_line(error)
-                say(f"\n--compile: fails, going on without ({why})", file=sys.stderr)
-        return self.function(*inputs, **named)
+@cache
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """Compile a function at its first call, for inputs of all shapes (`dynamic`), or for these at
+    the second shape (None)."""
+    # Round bfloat16 numbers inside a fused kernel as uncompiled layers do. The hf sampler is not
+    # compiled, and must compute the same log-probs.
+    options = {"emulate_precision_casts": True}
+    # All layers of all models share this limit (default: 8). Policy and reference need more graphs:
+    # with gradient, without it, for frozen weights, and each of these for one row.
+    return torch.compile(function, dynamic=dynamic, recompile_limit=64, options=options)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
+from torch._dynamo.exc import TorchDynamoException
 
 from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
 from common.clock import SECONDS
@@ -85,6 +86,8 @@ def report(error: Exception, world: World) -> None:
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = getattr(error, "phase", "update or set-up")  # see `timed`
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
+    elif isinstance(error, TorchDynamoException):
+        message = f"--compile fails: go on with --resume, without it ({in_one_line(error)})"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:

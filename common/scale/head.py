@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.distributed import Compiled
+from common.distributed import compiled
 
 # Logits computed at once: 512 MB in float32 for any vocabulary, and up to three such tensors.
 BLOCK_ELEMENTS = 2**27
@@ -89,11 +89,6 @@ def d_product(
     return d_logits.to(dtype)
 
 
-# When compiled, they write and read fewer tensors of that size.
-compiled_read_block = Compiled(read_block)
-compiled_d_product = Compiled(d_product)
-
-
 class TokenLogprobs(torch.autograd.Function):
     """The function log softmax(head's logits)[targets], with the `readout`'s statistic.
 
@@ -115,11 +110,12 @@ class TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         readout: Readout | None,
-        compiled: bool = False,
+        compile: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.head, ctx.compiled = head, compiled
-        read = compiled_read_block if compiled else read_block
+        ctx.head, ctx.compile = head, compile
+        # When compiled, a block writes and reads fewer tensors of that size.
+        read = compiled(read_block) if compile else read_block
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
@@ -137,7 +133,7 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Sum over blocks in float32, because in bfloat16 each block would round the earlier ones.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
-        differentiate = compiled_d_product if ctx.compiled else d_product
+        differentiate = compiled(d_product) if ctx.compile else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
             inputs = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
