@@ -4,7 +4,6 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -18,7 +17,7 @@ from common.cli import BadInput, Flags, RunStopped, blame, key_values, say
 from common.clock import timed
 from common.tasks.answers import OPENING, TABLES, TAG
 from common.tasks.rows import ROLES, Prompt, Row
-from common.tasks.sources import Score, Tool, source_for
+from common.tasks.sources import Source, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
@@ -36,18 +35,10 @@ class Problem:
 
 
 @dataclass
-class Task:
-    """A source of training problems, `train(i)`, and `held_out` problems never trained on."""
+class Task(Source):
+    """A source whose rows are problems: `train(i)` and `held_out` have their prompts as tokens."""
 
-    name: str
-    train: Callable[[int], Problem]
-    held_out: list[Problem]
-    verifier: Score
-    fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
-    final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
-    reply: Tool | None = None  # a task file's tool
-    reply_error: str = ""  # what the policy reads instead if a call fails
 
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
@@ -129,17 +120,13 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
             place = rng.randrange(2**31)
         raise BadInput(wrong)
 
-    problems = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
-    held_out = list(islice(filter(None, problems), args.eval_problems))
+    fitting = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
+    held_out = list(islice(filter(None, fitting), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # fails now if no training prompt fits
-    task = Task(args.task, train, held_out, source.verifier, tokenizer=tokenizer)
-    task.fingerprint = source.fingerprint
-    task.final = source.final or source.verifier.final_answers
-    task.reply = source.reply
-    task.reply_error = source.reply_error
-    return task
+    problems = {"train": train, "held_out": held_out, "tokenizer": tokenizer}
+    return Task(**vars(source) | problems)
 
 
 def as_problem(
