@@ -27,27 +27,27 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from tests.helpers import SMALL, run_here
 
 
-HEADS = [((40,), Head()), ((40,), Head(0.7)), ((40, 5), Head(0.7)), ((40, 5), Head(0.7, cap=2.0))]
+HEADS = [(1, Head()), (1, Head(0.7)), (5, Head(0.7)), (5, Head(0.7, cap=2.0))]
 
 
-@pytest.mark.parametrize(("shape", "head"), HEADS)
-def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, head):
+@pytest.mark.parametrize(("K", "head"), HEADS)
+def test_token_logprobs_equal_the_plain_formula(monkeypatch, K, head):
     """Value, entropy and both gradients are equal: over several blocks with a ragged last one; for
     one token at each place, or for five, one of them twice; and with a soft cap."""
     monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
-    targets = torch.randint(50, shape, generator=generator)
-    if len(shape) == 2:
+    targets = torch.randint(50, (40, K), generator=generator)
+    if K > 1:
         targets[:, 3] = targets[:, 0]
-    upstream = torch.randn(shape, generator=generator)
+    upstream = torch.randn(40, K, generator=generator)
 
     logp, entropy = TokenLogprobs.apply(hidden, weight, targets, head, entropies)
     gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
     logits = hidden @ weight.T
     logits = head.cap * torch.tanh(logits / head.cap) if head.cap else logits
     full = torch.log_softmax(logits / head.temperature, dim=-1)
-    plain = full.gather(1, targets.view(40, -1)).view(shape)
+    plain = full.gather(1, targets)
     expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
 
     assert torch.allclose(logp, plain, atol=1e-5) and not entropy.requires_grad
@@ -64,7 +64,7 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
         torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (400, 50)
     )
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    targets = torch.randint(50, (400,), generator=generator)
+    targets = torch.randint(50, (400, 1), generator=generator)
     TokenLogprobs.apply(hidden, weight, targets, Head(), None)[0].sum().backward()
     TokenLogprobs.apply(exact_hidden, exact_weight, targets, Head(), None)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
