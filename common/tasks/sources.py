@@ -128,7 +128,7 @@ def of_sets(args: Flags) -> Source:
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
     even if other rows repeat it.
     """
-    firsts = []  # see `Source`
+    firsts = {}  # see `Source`
     columns = (args.prompt_column, args.answer_column, firsts)
     rows = rows_of(args.task, "train", *columns, judged=True)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
@@ -159,7 +159,7 @@ def of_sets(args: Flags) -> Source:
     source = Source(args.task, train, list(held_out.values()), verifier, verifier.final_answers)
     source.fingerprint = digest([rows, test])
     source.instruction = args.instruction
-    source.firsts = firsts
+    source.firsts = list(firsts.values())
     return source
 
 
