@@ -4,7 +4,6 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -14,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, Flags, RunStopped, blame, key_values, say
+from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
 from common.tasks.answers import OPENING, TABLES, TAG
 from common.tasks.rows import ROLES, Prompt, Row
-from common.tasks.sources import Score, Tool, source_for
+from common.tasks.sources import Source, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
@@ -36,18 +35,10 @@ class Problem:
 
 
 @dataclass
-class Task:
-    """A source of training problems, `train(i)`, and `held_out` problems never trained on."""
+class Task(Source):
+    """A source whose rows are problems: `train(i)` and `held_out` have their prompts as tokens."""
 
-    name: str
-    train: Callable[[int], Problem]
-    held_out: list[Problem]
-    verifier: Score
-    fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
-    final: Callable[[list[str]], list[str]] | None = None  # responses -> their final answers
     tokenizer: Tokenizer | None = None  # of the prompts
-    reply: Tool | None = None  # a task file's tool
-    reply_error: str = ""  # what the policy reads instead if a call fails
 
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
@@ -55,7 +46,6 @@ class Task:
         the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = texts_of(rollout, self.tokenizer)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        check_precision(scores, G)
         answers = self.final(texts)
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
@@ -65,16 +55,6 @@ class Task:
         rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
         rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
         return rollout.rewards.view(len(problems), G)  # [P, G]
-
-
-def check_precision(scores: list[float], G: int) -> None:
-    """Refuse large rewards of a group that differ, but not in float32."""
-    exact = torch.tensor(scores, dtype=torch.float64).view(-1, G).sort(dim=1).values  # [P, G]
-    sizes = exact[:, 1:].abs()  # [P, G-1]
-    lost = (sizes >= 2**24) & (exact.diff() > 1e-13 * sizes) & (exact.float().diff() == 0)
-    if lost.any():
-        some = f"rewards of a group near {exact[:, 1:][lost][0]:.15g} differ, but not in float32"
-        raise RunStopped(f"{some}: let `reward` subtract what they have in common")
 
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
@@ -129,17 +109,13 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
             place = rng.randrange(2**31)
         raise BadInput(wrong)
 
-    problems = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
-    held_out = list(islice(filter(None, problems), args.eval_problems))
+    fitting = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
+    held_out = list(islice(filter(None, fitting), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # fails now if no training prompt fits
-    task = Task(args.task, train, held_out, source.verifier, tokenizer=tokenizer)
-    task.fingerprint = source.fingerprint
-    task.final = source.final or source.verifier.final_answers
-    task.reply = source.reply
-    task.reply_error = source.reply_error
-    return task
+    problems = {"train": train, "held_out": held_out, "tokenizer": tokenizer}
+    return Task(**vars(source) | problems)
 
 
 def as_problem(

@@ -4,17 +4,14 @@ import contextlib
 import os
 import re
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
@@ -22,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.cli import BadInput, Flags, blame, in_one_line, say
+from common.cli import BadInput, Flags, blame, say
 
 # How long a collective waits for the last rank. Sampling and verifying may take ranks very unequal
 # times. But they start an update together, because they have just agreed on the number of
@@ -35,7 +32,7 @@ SMALL = 10_000_000  # parameters: in smaller models gathering shards takes longe
 
 class StopFlag:
     """A flag that SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) raise: the run
-    ends after this step, or this batch of an evaluation. A second signal kills as usual. A SIGHUP
+    ends after this step, or this half of an evaluation. A second signal kills as usual. A SIGHUP
     that nohup ignores stays ignored."""
 
     def __init__(self):
@@ -95,8 +92,6 @@ def setup() -> World:
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more threads pay only above 10M parameters
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # the others may never be started
-        say(f"rank {rank} of {size} waits for the others at {os.environ['MASTER_ADDR']}")
     with blame(f"rank {rank} of {size} cannot join the others"):
         if alone:  # this store needs no port, which another program could have taken
             store = dist.HashStore()
@@ -123,17 +118,14 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     if args.compile:
         policy.compiled = True
         for layer in layers:
-            layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
+            layer.forward = partial(compiled(type(layer).forward, dynamic=True), layer)
     if args.gradient_checkpointing:
         for layer in layers:  # transformers would do it in training mode only, and with dropout
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
     sharing = args.shard_ranks or (1 if size < SMALL else world.size)  # ranks
-    plain = sharing == 1 and args.dtype == "float32" and not offload
-    if plain and world.size == 1:
-        return broadcast_module(policy, world)
     sharers, _ = update_groups(world, sharing)  # all ranks must create their groups together
-    if plain:
+    if sharing == 1 and args.dtype == "float32" and not offload:
         return broadcast_module(policy, world)
     named = policy.named_parameters(remove_duplicate=False)
     held = [weight for name, weight in named if LAYER.search(name)]
@@ -152,60 +144,19 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
-    policy = fully_shard(broadcast_module(policy, world), **options)
-    if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
-        # Some families multiply by numbers that they keep in float32 (MiniMax's decay) and fail.
-        some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
-        what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"
-        with blame(f"--dtype bfloat16: {what}"), torch.no_grad():
-            policy(some, some == 0, 1.0)
-    return policy
+    return fully_shard(broadcast_module(policy, world), **options)
 
 
-class Compiled:
-    """A function that torch.compile compiles at its first call, with its backward pass if it needs
-    gradients, for inputs of any shape.
-
-    If that fails, it prints one line, and this process compiles nothing from then on.
-    """
-
-    failed = False
-    seconds = 0.0  # how long the very first call took, which compiles
-
-    def __init__(self, function: Callable, dynamic: bool | None = None):
-        """Compile for all shapes at the first call (`dynamic`), or at the second shape (None)."""
-        self.function = function
-        self.dynamic = dynamic
-
-    @cached_property
-    def compiled(self) -> Callable:
-        # Compile the backward pass together with the forward pass, so that `__call__` catches its
-        # errors. By default torch compiles it in `loss.backward()`.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Round bfloat16 numbers inside a fused kernel as uncompiled layers do. The hf sampler is
-        # not compiled, and must compute the same log-probs.
-        options = {"emulate_precision_casts": True}
-        # All layers of all models share this limit (default: 8). Policy and reference need more
-        # graphs: with gradient, without it, for frozen weights, and each of these for one row.
-        return torch.compile(
-            self.function, dynamic=self.dynamic, recompile_limit=64, options=options
-        )
-
-    def __call__(self, *inputs: object, **named: object) -> object:
-        if not Compiled.failed:
-            start = time.perf_counter()
-            try:
-                outputs = self.compiled(*inputs, **named)
-                if not Compiled.seconds:
-                    Compiled.seconds = time.perf_counter() - start
-                    if os.environ.get("RANK", "0") == "0":
-                        say(f"\n--compile: the first layer took {Compiled.seconds:.0f} s")
-                return outputs
-            except TorchDynamoException as error:
-                Compiled.failed = True
-                why = in_one_line(error)
-                say(f"\n--compile: fails, going on without ({why})", file=sys.stderr)
-        return self.function(*inputs, **named)
+@cache
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """Compile a function at its first call, for inputs of all shapes (`dynamic`), or for these at
+    the second shape (None)."""
+    # Round bfloat16 numbers inside a fused kernel as uncompiled layers do. The hf sampler is not
+    # compiled, and must compute the same log-probs.
+    options = {"emulate_precision_casts": True}
+    # All layers of all models share this limit (default: 8). Policy and reference need more graphs:
+    # with gradient, without it, for frozen weights, and each of these for one row.
+    return torch.compile(function, dynamic=dynamic, recompile_limit=64, options=options)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
+from torch._dynamo.exc import TorchDynamoException
 
 from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
 from common.clock import SECONDS
@@ -35,6 +36,7 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     a run that had to stop. A program that does not train passes a `prepare(args, world)`, which
     replaces `check`.
     """
+    prepare = prepare or check
     SECONDS.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during loading prints no traceback
     with contextlib.suppress(AttributeError):  # a notebook's stdout needs no such change
@@ -43,16 +45,10 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     code = 0
     try:
         if sys.flags.optimize > 1:
-            raise BadInput(
-                "PYTHONOPTIMIZE=2 removes docstrings, which transformers reads: unset it"
-            )
+            raise BadInput("unset PYTHONOPTIMIZE=2: transformers reads docstrings")
         world = setup()
         args = parse(Args)
-        if prepare:
-            prepare(args, world)
-        else:
-            check(args, world)
-            check_defaults(args, sys.argv)
+        prepare(args, world)
         main(args, world)
         dist.barrier()  # leave together, because gloo may abort a rank whose peer is still busy
     except Exception as error:
@@ -85,6 +81,8 @@ def report(error: Exception, world: World) -> None:
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = getattr(error, "phase", "update or set-up")  # see `timed`
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
+    elif isinstance(error, TorchDynamoException):
+        message = f"--compile fails: go on with --resume, without it ({in_one_line(error)})"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
@@ -135,6 +133,7 @@ def check(args: Flags, world: World) -> None:
             wandb.Settings(project=args.wandb)  # checks the name by W&B's own rules
             wandb.login()
     resolve_auto(args, world, args.model)
+    check_defaults(args, sys.argv)
 
 
 def check_defaults(args: Flags, words: list[str]) -> None:

@@ -50,7 +50,7 @@ class Policy(nn.Module):
         replay: Tensor | None = None,
         others: Tensor | None = None,
     ) -> Pair:
-        """Return log π and statistic, two `[M]`, of the token after each of the M positions where
+        """Return log π `[M, 1]` and statistic `[M]` of the tokens after the M positions where
         `predicts [n, S]` is True.
 
         `sequences [n, S]` are right-padded. Causal attention then lets no real token see a pad, so
@@ -62,9 +62,9 @@ class Policy(nn.Module):
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
-        targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
+        targets = sequences.roll(-1, dims=1).flatten()[where, None]  # [M, 1]
         if others is not None:
-            targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
+            targets = torch.cat([targets, others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
         asked = targets, head_of(self.lm, temperature), readout
         return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
@@ -150,13 +150,11 @@ def response_logprobs(
         if hasattr(batch, "sampler_top_ids"):
             others = batch.sampler_top_ids[where].long()  # [M, K]
     asked = sequences, predicts, temperature, readout, replayed, others
-    logp, statistic = policy(*asked)  # [M] or, with `others`, [M, 1 + K]; [M]
+    logp, statistic = policy(*asked)  # [M, 1], or [M, 1 + K]; [M]
     if hasattr(batch, "sampler_top_ids"):
-        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
-    if others is not None:
-        batch.top_logp = batch.top_logp.masked_scatter(where[..., None], logp[:, 1:])
-        logp = logp[:, 0]  # [M]
-    logp = blank.masked_scatter(where, logp)  # [n, T]
+        zeros = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
+        batch.top_logp = zeros.masked_scatter(where[..., None], logp[:, 1:])  # [n, T, K]
+    logp = blank.masked_scatter(where, logp[:, 0])  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
         logp.retain_grad()  # ∂loss/∂logp is minus the token's weight, which samples.jsonl shows

@@ -12,7 +12,7 @@ from transformers.utils import cached_file, logging
 
 from common.cli import BadInput, blame, say
 from common.distributed import ALONE, World, from_rank_0
-from common.scale.folder import after_training, check_rope, eos_ids, fault_of, left_out, read_json
+from common.scale.folder import after_training, check_rope, eos_ids, fault_of, read_json
 from common.scale.head import head_of, head_product
 
 logging.disable_progress_bar()  # the run has its own
@@ -102,7 +102,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            if left := left_out(lm, loaded["unexpected_keys"], start):
+            if left := sorted(loaded["unexpected_keys"]):
                 say(f"{name}: {len(left)} weights are not loaded or saved, first: {left[0]}")
             own = read_json(source, "config.json")
             generation = read_json(source, "generation_config.json")

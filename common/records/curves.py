@@ -1,5 +1,6 @@
 """The picture of one run, curves.png, from its config.json and its metrics.jsonl."""
 
+import math
 import os
 import textwrap
 from pathlib import Path
@@ -26,13 +27,8 @@ BLUE, ORANGE = "#0072B2", "#D55E00"  # the colour-blind can tell them apart (Oka
 def series(lines: list[dict], name: str) -> np.ndarray:
     """Return steps and values of a metric, `[2, n]`. A null becomes NaN, and rows without the
     metric are left out."""
-    steps, values = [], []
-    for row in lines:
-        if name in row:
-            number = isinstance(row[name], int | float) and abs(row[name]) < np.inf
-            steps.append(row["step"])
-            values.append(row[name] if number else np.nan)
-    return np.array([steps, values], float)
+    pairs = [(row["step"], row[name]) for row in lines if name in row]
+    return np.array(pairs, float).reshape(-1, 2).T
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
@@ -44,42 +40,33 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     return np.where(known, total / np.maximum(count, 1), np.nan)
 
 
-def sheet(titles: dict[str, str], heading: str) -> tuple:
-    """Make a figure with an empty panel for each metric, three in a row; return it and the axes."""
+def draw_curves(config: dict, lines: list[dict]) -> object:
+    """Draw the figure of a run, from its config.json and its metrics: three panels in a row."""
     # A Figure needs no backend. A notebook hands its own to its programs, whose Python may lack it.
     os.environ["MPLBACKEND"] = "agg"
     from matplotlib.figure import Figure  # here, because it takes a second to import
 
-    rows, axes = -(-len(titles) // 3), {}
+    acted = config["acted"]
+    first, later = list(PANELS)[:3], list(PANELS)[3:]
+    curves = {}  # metric -> its steps and values
+    for name in dict.fromkeys([*first, *acted, *later]):
+        steps, values = series(lines, name)  # [n], [n]
+        least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
+        if np.any(values >= least):  # NaN >= least is False
+            curves[name] = steps, values
+    rows = math.ceil(len(curves) / 3)
     figure = Figure(figsize=(10, 2.4 * rows + 0.6), layout="constrained")
-    for place, (name, title) in enumerate(titles.items(), 1):
+    width = len(lines) // 12 | 1  # odd
+    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
+    heading = textwrap.fill(f"{config['algorithm']}: {setting}", 110)
+    drawn = f"faint: each step; line: mean of {width} step(s)"
+    figure.suptitle(f"{heading}\n{drawn}", parse_math=False)  # keep a $ as it is
+    for place, (name, (steps, values)) in enumerate(curves.items(), 1):
         axis = figure.add_subplot(rows, 3, place)
-        axis.set_title(textwrap.fill(title, 36), fontsize=11, parse_math=False)  # keep a $ as it is
+        axis.set_title(textwrap.fill((PANELS | acted)[name], 36), fontsize=11, parse_math=False)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axes[name] = axis
-    wrapped = [textwrap.fill(line, 110) for line in heading.splitlines()]
-    figure.suptitle("\n".join(wrapped), parse_math=False)
-    return figure, axes
-
-
-def draw_curves(config: dict, lines: list[dict]) -> object:
-    """Draw the figure of a run, from its config.json and its metrics."""
-    acted = config["acted"]
-    first, later = list(PANELS)[:3], list(PANELS)[3:]
-    titles = {}
-    for name in dict.fromkeys([*first, *acted, *later]):
-        _, values = series(lines, name)
-        least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
-        if np.any(values >= least):  # NaN >= least is False
-            titles[name] = (PANELS | acted)[name]
-    width = len(lines) // 12 | 1  # odd
-    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
-    drawn = f"faint: each step; line: mean of {width} step(s)"
-    figure, axes = sheet(titles, f"{config['algorithm']}: {setting}\n{drawn}")
-    for name, axis in axes.items():
-        steps, values = series(lines, name)  # [n], [n]
         color = ORANGE if name in acted else BLUE
         if name == "greedy":  # on the same problems each time, so there is nothing to smooth
             axis.plot(steps, values, "o-", color=BLUE, label="greedy")

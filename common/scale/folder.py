@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file, is_protobuf_available, is_sentencepiece_available
@@ -51,32 +50,20 @@ def after_training(config: dict, lm: PreTrainedModel, tied: bool) -> dict:
     for name, value in config.items():
         if name in ("dtype", "torch_dtype"):
             config[name] = "float32"
-        if re.search("mtp|nextn", name) and isinstance(value, int):
+        if re.search("mtp|nextn", name) and isinstance(value, int) and value:
+            say(f"{name} is {value} in config.json, but such layers are not loaded or saved")
             config[name] = type(value)(0)  # 0, or False
     return config
 
 
 def check_rope(config: dict) -> None:
-    """Refuse a config.json whose kind of RoPE cannot be trained."""
+    """Refuse a config.json whose kind of RoPE is unknown, or depends on the longest row of a
+    micro-batch (dynamic, longrope), on which a row's log-probs would then depend, too."""
     entries = str([config.get(name) for name in ("rope_parameters", "rope_scaling")])
-    for kind in re.findall(r"'(?:rope_)?type': '(\w+)'", entries):  # maybe nested by layer
-        # These depend on the longest row of a micro-batch, and so would a row's log-probs.
-        if kind in ("dynamic", "longrope", "su"):
-            why = f"RoPE type {kind} scales by the batch's longest row"
-            raise ValueError(f"{why}: use another model")
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ValueError(f"config.json has a RoPE type that transformers lacks, {kind}")
-
-
-def left_out(lm: PreTrainedModel, unexpected: set[str], folder: Path) -> list[str]:
-    """List the weights in a folder that its model does not use. Some of them transformers leaves
-    out without a word: layers that predict further tokens (MTP)."""
-    ignored = "|".join(lm._keys_to_ignore_on_load_unexpected or ["^$"])
-    names = set(unexpected)
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= {name for name in file.keys() if re.search(ignored, name)}
-    return sorted(names)
+    kinds = set(re.findall(r"'(?:rope_)?type': '(\w+)'", entries))  # maybe nested by layer
+    known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
+    if odd := kinds - known:
+        raise ValueError(f"RoPE of type {min(odd)} cannot be trained: use another model")
 
 
 def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.distributed import Compiled
+from common.distributed import compiled
 
 # Logits computed at once: 512 MB in float32 for any vocabulary, and up to three such tensors.
 BLOCK_ELEMENTS = 2**27
@@ -89,17 +89,11 @@ def d_product(
     return d_logits.to(dtype)
 
 
-# When compiled, they write and read fewer tensors of that size.
-compiled_read_block = Compiled(read_block)
-compiled_d_product = Compiled(d_product)
-
-
 class TokenLogprobs(torch.autograd.Function):
     """The function log softmax(head's logits)[targets], with the `readout`'s statistic.
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. With K tokens per position, targets and logp are `[M, K]`, and the readout gets
-    the first token.
+    hidden `[M, H]`, weight `[V, H]`, targets `[M, K]` -> logp `[M, K]`, statistic `[M]` (no
+    gradient), both float32. Of the K tokens at a position, the readout gets the first.
     """
 
     @staticmethod
@@ -115,38 +109,31 @@ class TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: Head,
         readout: Readout | None,
-        compiled: bool = False,
+        compile: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.head, ctx.compiled = head, compiled
-        read = compiled_read_block if compiled else read_block
-        tokens = columns(targets)  # [M, K]
-        logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
+        ctx.head, ctx.compile = head, compile
+        # When compiled, a block writes and reads fewer tensors of that size.
+        read = compiled(read_block) if compile else read_block
+        logp = torch.empty(targets.shape, device=hidden.device)  # [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
-            part, statistic[rows] = read(product, tokens[rows], head, readout)
-            columns(logp)[rows] = part  # [b, K]
+            logp[rows], statistic[rows] = read(product, targets[rows], head, readout)
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
     @staticmethod
     def backward(ctx, d_logp: Tensor, _: None) -> tuple:
         hidden, weight, targets = ctx.saved_tensors
-        tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Sum over blocks in float32, because in bfloat16 each block would round the earlier ones.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
-        differentiate = compiled_d_product if ctx.compiled else d_product
+        differentiate = compiled(d_product) if ctx.compile else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
-            inputs = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            inputs = product, targets[rows], d_logp[rows], ctx.head, weight.dtype
             gradient = differentiate(*inputs)  # [b, V]
             d_hidden[rows] = gradient @ weight
             add_product(d_weight, gradient.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
-
-
-def columns(x: Tensor) -> Tensor:
-    """View `[M]` as `[M, 1]`; leave `[M, K]` as it is."""
-    return x if x.dim() == 2 else x[:, None]

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import resource
@@ -34,6 +33,7 @@ from common.cli import BadInput, RunStopped, blame, say
 from common.tasks.answers import TABLES, final_answer, marked, written
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
+LARGEST = 2**24  # of rewards: float32, in which they are compared, rounds larger integers
 TASK_FILE = re.compile(r"(.+\.py)(?::([^/]*))?")  # FILE.py or FILE.py:NAME
 START = 120.0  # seconds in which a worker must start: disks may be slow, but a hang must end
 
@@ -270,8 +270,8 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
                     raise ValueError(f"{result!r} is no text")
             else:
                 result = float(result)
-                if math.isnan(result) or abs(result) > 1e30:
-                    raise ValueError(f"{result} is no reward")
+                if not abs(result) <= LARGEST:  # also true of NaN
+                    raise ValueError(f"{result} is no reward from -2**24 to 2**24")
             points = result
         except BaseException as error:  # also MemoryError, RecursionError and SystemExit
             # math-verify raises on many texts. Then the answer is wrong, but nothing has failed.

@@ -75,7 +75,7 @@ def rows_of(
     split: str = "train",
     prompt_column: str = "prompt",
     answer_column: str = "answer",
-    firsts: list | None = None,
+    firsts: dict | None = None,
     judged: bool = False,
 ) -> list[Row]:
     """Read the rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a
@@ -89,8 +89,9 @@ def rows_of(
     name, _, file = spec.partition(":")
     columns = HUB.get(name, Columns("", prompt_column, answer_column))
     path = Path(file if name in HUB else spec)
-    rows, kinds = [], {}
+    rows = []
     unanswered = []  # row numbers
+    firsts = {} if firsts is None else firsts
     for number, row in hub_rows(name, split) if spec in HUB else file_rows(path):
         entries = flat(row)
         if {columns.prompt, columns.answer} - entries.keys():
@@ -103,14 +104,12 @@ def rows_of(
                 continue
             answer = as_text(answer)
             prompt = as_prompt(entries[columns.prompt])
-            kinds.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
+            firsts.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
             if judged and not can_be_earned(answer):
                 unanswered.append(number)
             else:
                 rows.append((prompt, answer))
     tell_unanswered(spec, "left out", unanswered, len(unanswered) + len(rows))
-    if firsts is not None:
-        firsts.extend(kinds.values())
     return rows
 
 

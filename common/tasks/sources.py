@@ -27,17 +27,17 @@ Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
 @dataclass
 class Source:
-    """Rows for training and evaluation, before their prompts become tokens. `Task` explains the
-    fields with a default."""
+    """Rows for training, `train(i)`, and for evaluation, never trained on, with their verifier."""
 
+    name: str  # of --task
     train: Callable[[int], Row]
     held_out: list[Row]
     verifier: Score
-    instruction: str | None  # appended to every text; None leaves prompts as they are (`encode`)
-    fingerprint: str = ""
-    final: Callable[[list[str]], list[str]] | None = None
-    reply: Tool | None = None
-    reply_error: str = ""
+    final: Callable[[list[str]], list[str]]  # responses -> their final answers
+    fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
+    instruction: str | None = None  # appended to every text; None leaves prompts as they are
+    reply: Tool | None = None  # a task file's tool
+    reply_error: str = ""  # what the policy reads instead if a call fails
     # One prompt of each kind, with its place, to refuse at once what the tokenizer cannot write.
     firsts: list[tuple[Prompt, str]] = field(default_factory=list)
 
@@ -70,9 +70,11 @@ def of_arithmetic(args: Flags) -> Source:
 
     held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
     held_out = map(as_row, arithmetic.held_out_prompts(args.eval_problems, held_out_kind))
-    source = Source(train, list(held_out), verifier, instruction=None)
-    source.final = lambda texts: list(map(arithmetic.final_number, texts))
-    return source
+
+    def final(completions: list[str]) -> list[str]:
+        return list(map(arithmetic.final_number, completions))
+
+    return Source(args.task, train, list(held_out), verifier, final)
 
 
 def of_task_file(args: Flags, has_template: bool) -> Source:
@@ -112,8 +114,8 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
         tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
-    instruction = "" if has_template else None
-    source = Source(train, held_out, verifier, instruction, problems)
+    source = Source(args.task, train, held_out, verifier, verifier.final_answers, problems)
+    source.instruction = "" if has_template else None
     if hasattr(custom, "reply"):
         source.reply = Verifier(args.task, **how, function="reply").ask
         source.reply_error = getattr(custom, "reply_error", "")
@@ -126,7 +128,7 @@ def of_sets(args: Flags) -> Source:
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
     even if other rows repeat it.
     """
-    firsts = []  # see `Source`
+    firsts = {}  # see `Source`
     columns = (args.prompt_column, args.answer_column, firsts)
     rows = rows_of(args.task, "train", *columns, judged=True)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
@@ -153,9 +155,11 @@ def of_sets(args: Flags) -> Source:
         number, place = divmod(index, len(kept))
         return kept[epoch(number)[place]]
 
-    read = digest([rows, test])
-    source = Source(train, list(held_out.values()), Verifier(), args.instruction, read)
-    source.firsts = firsts
+    verifier = Verifier()
+    source = Source(args.task, train, list(held_out.values()), verifier, verifier.final_answers)
+    source.fingerprint = digest([rows, test])
+    source.instruction = args.instruction
+    source.firsts = list(firsts.values())
     return source
 
 

@@ -77,6 +77,7 @@ def reward(response, reference):
         os.write(3, b'[-1, 1.0, ""]\\n')
         time.sleep(0.2)
     if response == "nan": return float("nan")
+    if response == "huge": return 2**24 + 1  # float32 would make it 2**24
     return float(response == reference)
 """
 FAILURES = {
@@ -84,6 +85,7 @@ FAILURES = {
     "fork": "",
     "stray verdict": "something else wrote into the worker's channel",
     "nan": "ValueError: nan is no reward",
+    "huge": "ValueError: 16777217.0 is no reward",
 }
 SLOW = {
     "loop": "out of time or memory? exit code -14",

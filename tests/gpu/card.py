@@ -33,17 +33,17 @@ def speed() -> None:
     """Run grpo.py with the flags of the command line and --compile, which acts only in the second
     half of the steps: so vLLM starts once for both. Evaluate nothing, and save no checkpoint."""
     import grpo
-    from common.distributed import Compiled
     from common.launch import launch
     from common.run import Run
+    from torch.compiler import set_stance
 
-    Compiled.failed = True  # as after an error of the compiler: nothing is compiled
+    set_stance("force_eager")
     log = Run.log
 
     def log_and_compile(run: Run, step: int, *arguments: object) -> None:
         log(run, step, *arguments)
         if step == run.args.steps // 2:
-            Compiled.failed = False
+            set_stance("default")
 
     Run.log = log_and_compile
     grpo.evaluate = lambda *_: {"greedy": 0.0, "sampled": 0.0}

@@ -60,7 +60,6 @@ def test_every_printed_command_would_start(path, monkeypatch):
         if name in ALGORITHMS and flags == words:
             args.rollout = "vllm"  # so that --tensor_parallel is looked at
             launch.check(args, World(0, ranks, torch.device("cpu")))
-            launch.check_defaults(args, sys.argv)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
