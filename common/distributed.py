@@ -32,7 +32,7 @@ SMALL = 10_000_000  # parameters: in smaller models gathering shards takes longe
 
 class StopFlag:
     """A flag that SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) raise: the run
-    ends after this step, or this half of an evaluation. A second signal kills as usual. A SIGHUP
+    ends after this step, or this batch of an evaluation. A second signal kills as usual. A SIGHUP
     that nohup ignores stays ignored."""
 
     def __init__(self):

@@ -104,26 +104,32 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
 
     `greedy` is the accuracy of one response at temperature 0, and `sampled` the mean accuracy of
     --eval_samples responses. `example` is the first problem with its greedy response, for
-    samples.jsonl. Returns {} if a signal comes before one of the two.
+    samples.jsonl. Returns {} if a signal asks the run to stop.
     """
     verifier = task.verifier
     problems = task.held_out[world.rank :: world.size]  # this rank's
-    prompts = [problem.prompt_ids for problem in problems]
+    most = len(task.held_out[:: world.size])  # how many rank 0 has: no rank has more
     scored = {}  # sums of scores
     example = {}
     state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
-        if world.stop.anywhere(world):
-            engine.load_state_dict(state)
-            return {}
-        rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
-        texts = texts_of(rollout, task.tokenizer)
-        scores = verifier(texts, [problem.answer for problem in problems for _ in range(n)])
-        scored[name] = sum(scores) / n
-        if name == "greedy" and world.rank == 0:
-            shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
-            example["example"] = shown | {"response": texts[0], "reward": scores[0]}
+        scored[name] = 0.0
+        at_once = max(1, args.rollout_rows // n)  # problems
+        for start in range(0, most, at_once):
+            if world.stop.anywhere(world):
+                engine.load_state_dict(state)
+                return {}
+            part = problems[start : start + at_once]
+            prompts = [problem.prompt_ids for problem in part]
+            rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
+            texts = texts_of(rollout, task.tokenizer)
+            answers = [problem.answer for problem in part for _ in range(n)]
+            scores = verifier(texts, answers)
+            scored[name] += sum(scores) / n
+            if name == "greedy" and world.rank == 0 and start == 0:
+                shown = {"prompt": part[0].prompt, "answer": part[0].answer}
+                example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # so how often a run evaluates does not change what it samples
     if isinstance(verifier, Verifier):
         verifier.take_killed()  # so the next step's `judge_killed` counts only its own answers

@@ -130,19 +130,19 @@ def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mi
     assert task.verifier.take_killed() == 0
 
 
-def test_a_signal_ends_an_evaluation_between_its_halves(tiny, world):
+def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
     """The evaluation then measures nothing, and the sampler goes on as if it had not begun."""
     task, asked = load("arithmetic", tiny[1], eval_problems=9), []
 
     def signalled(texts: list[str], answers: list) -> list[float]:
-        world.stop.raised = True
+        world.stop.raised = len(asked) == 1
         asked.append(len(texts))
         return [0.0] * len(texts)
 
     task.verifier = signalled
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
     before = engine.state_dict()["generator"]
-    assert evaluate(engine, task, Args(), world) == {} and asked == [9]
+    assert evaluate(engine, task, Args(rollout_rows=4), world) == {} and asked == [4, 4]
     assert torch.equal(engine.state_dict()["generator"], before)
 
 
