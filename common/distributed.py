@@ -144,7 +144,14 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
-    return fully_shard(broadcast_module(policy, world), **options)
+    policy = fully_shard(broadcast_module(policy, world), **options)
+    if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
+        # Some families multiply by numbers that they keep in float32 (MiniMax's decay) and fail.
+        some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
+        what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"
+        with blame(f"--dtype bfloat16: {what}"), torch.no_grad():
+            policy(some, some == 0, 1.0)
+    return policy
 
 
 @cache
