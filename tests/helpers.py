@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from common.batch import Rollout
 from common.launch import launch
 from common.run import Run
 import torch
@@ -47,6 +48,12 @@ def small(algorithm: str) -> list[str]:
 def module_of(algorithm: str) -> object:
     """Import an algorithm file by its stem."""
     return importlib.import_module(MODULES[algorithm])
+
+
+def packed(prompts: list[list[int]], tokens: list[list[int]]) -> Rollout:
+    """Return responses to prompts, one or several to each, as a sampler with log-probs of 0."""
+    logps = [[0.0] * len(row) for row in tokens]
+    return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, eos=[1], device="cpu")
 
 
 # In this process

@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.compilers import nop
 
-from tests.helpers import SMALL, assert_same_run, command, drive, forked
+from tests.helpers import SMALL, assert_same_run, command, drive, forked, packed
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +48,7 @@ def batches(count: int) -> list[Rollout]:
     for i in range(count):
         rows = 1 if i % 7 == 6 else numbers.randint(2, 19)
         tokens = [numbers.choices(range(2, 18), k=numbers.randint(5, 90)) for _ in range(rows)]
-        blank = [[0.0] * len(row) for row in tokens]
-        prompts = [tokens[0][:5]] * rows
-        made.append(
-            Rollout.pack(prompts=prompts, tokens=tokens, logps=blank, eos=[1], device="cpu")
-        )
+        made.append(packed([tokens[0][:5]] * rows, tokens))
     return made
 
 
