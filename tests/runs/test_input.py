@@ -20,13 +20,11 @@ from tests.helpers import SMALL, metrics, module_of, run_here, small, started
 # What is in a folder of the test stands for its name
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
     ("grpo", "--task clash/task.py", "rename tools beside it"),
-    ("grpo", "--model bad.jsonl", "bad.jsonl: is a file"),
+    ("grpo", "--model clash/task.py", "clash/task.py: is a file"),
     ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
-    ("grpo", "--task=~/nowhere.jsonl", f"{Path.home()}/nowhere.jsonl: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
@@ -62,7 +60,6 @@ def files(tmp_path_factory) -> Path:
     (folder / "clash").mkdir()
     (folder / "clash/task.py").write_text("from tools import score\n")
     (folder / "clash/tools.py").write_text("score = len\n")
-    (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is
     return folder
@@ -104,13 +101,6 @@ def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
     screen.flush()
     shown = screen.buffer.getvalue()
     assert shown.startswith(b"SLURM_NTASKS is not 1") and b"\\u03c0" in shown  # π
-
-
-@pytest.mark.slow
-def test_exit_code_and_line_of_the_real_command():
-    run = started("grpo.py", "--clip_high", "nan")
-    assert run.returncode == 2 and "--clip_high nan" in run.stderr
-    assert run.stderr.count("\n") == 1 and not run.stdout
 
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -180,4 +170,5 @@ def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_python_without_docstrings_is_refused():
     run = started("grpo.py", PYTHONOPTIMIZE="2")
-    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr and run.stderr.count("\n") == 1
+    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr
+    assert run.stderr.count("\n") == 1 and not run.stdout
