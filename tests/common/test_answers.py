@@ -54,9 +54,8 @@ THOUGHTS = {
 
 @pytest.mark.parametrize("whose", ["public", pytest.param("ours", marks=pytest.mark.slow)])
 def test_every_answer(whose):
-    """Each line of answers.json is judged as it says; lines with a `known` are judged wrongly.
-    Lines whose source begins with "ours" were made up along with the rules, the others are from
-    public threads."""
+    """Lines of answers.json with a `known` are judged wrongly. Those with a source that begins with
+    "ours" were made up along with the rules, the others are from public threads."""
     rows = [row for row in ROWS if row["source"].startswith("ours") == (whose == "ours")]
     verifier = Verifier(workers=2)
     scores = verifier([row["response"] for row in rows], [row["reference"] for row in rows])

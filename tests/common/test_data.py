@@ -452,13 +452,10 @@ UNUSABLE = {  # a task file: what is said
     PAIRS + "train = lambda i: ('1+1=', 7 / i)": "needs .*mine.py:2: ZeroDivisionError",
     PAIRS + "train = lambda i: [('1+1=', '2')][i]": "needs .*mine.py:2: IndexError",
     PAIRS + "train = lambda i: {'prompt': '1+1=', 'answer': 2}": "train.0. gives no .*a dict",
-    PAIRS + "train = lambda i: '12'": "train.0. gives no .*a str",
-    PAIRS + "train = lambda i: None": "train.0. gives no .prompt, answer.",
     PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
     PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",
     PAIRS + "train = lambda i: ('1', {2})\nreward = 1": "train.0. .* not JSON serializable",
     PAIRS + "train = lambda i: ('1', {1: 2})\nreward = 1": "train.0. .*1: 2.* changes on its way",
-    PAIRS + "train = lambda i: ('1', [(1, 2)])\nreward = 1": "train.0. .* changes on its way",
     PAIRS + "train = lambda i: ('1', float('nan'))\nreward = 1": "train.0. .* changes on its way",
     "held_out = ['8+1=']\ntrain = lambda i: ('1+1=', '2')": "held_out.0. gives no",
     "x = 'caf\xe9'": "cannot be read .*'utf-8' codec",
@@ -494,18 +491,16 @@ def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_pa
     assert "26 Jul 2024 000000: question" in tokenizer.decode(one.prompt_ids)
 
 
-def test_a_prompt_may_be_chat_messages(tmp_path, mine):
-    """In rows, what the messages say decides whether a prompt is held out."""
+def test_a_prompt_may_be_chat_messages(tmp_path):
+    """What they say decides whether a prompt is held out."""
     chat = [{"role": "system", "content": "Be brief."}, USER]
-    mine.write_text(f"held_out = [({chat}, '4')]\ntrain = lambda i: ('2?', '2')")
-    task = load(str(mine), Chat())
-    assert text_of(task.held_out[0]) == "<system>Be brief.<user>2+2?<assistant>"
-    assert text_of(task.train(3)) == "<user>2?<assistant>"
     asked = [[USER | {"content": f"{i}?"}] for i in range(3)]
     rows = [{"prompt": messages, "answer": 4} for messages in (chat, *asked, *asked)]
     task = load(write(tmp_path / "set.jsonl", rows), Chat(), eval_problems=1)
-    texts = {text_of(task.train(i)) for i in range(20)}
-    assert len(texts) == 3 and text_of(task.held_out[0]) not in texts
+    texts, held_out = {text_of(task.train(i)) for i in range(20)}, text_of(task.held_out[0])
+    assert len(texts) == 3 and held_out not in texts
+    plain = {f"<user>{i}?<assistant>" for i in range(3)}
+    assert texts | {held_out} == plain | {"<system>Be brief.<user>2+2?<assistant>"}
 
 
 @pytest.mark.slow

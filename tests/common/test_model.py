@@ -258,13 +258,6 @@ def only_sentencepiece(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
 
 
-def rope(kind: str) -> dict:
-    """Entries of config.json for which transformers scales positions by the longest row."""
-    given = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
-    given |= {"original_max_position_embeddings": 128}
-    return {"rope_parameters": given | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}
-
-
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "head_dim": 16}
 IMAGES = {"model_type": "gemma3", "text_config": {"vocab_size": 64, **SIZES}}
@@ -279,13 +272,13 @@ DAMAGES = [  # entries of config.json, a file and its text, or a function; what 
     (cut_weights, "incomplete metadata"),
     (IMAGES, "Gemma3ForConditionalGeneration is more than a text model"),
     (lambda folder: untrained("hyperclovax", folder, **WIDE, logits_scaling=2.0), "other logits"),
-    (rope("dynamic"), "RoPE type dynamic"),
-    (rope("longrope"), "RoPE type longrope"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE type dynamic"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type longrope"),
     ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
     (lambda folder: untrained("gemma3_text", folder, **TWO_WAYS), "is not causal"),
     (lambda folder: untrained("hy_v4", folder, **WIDE | INDEXED), "indexer is not causal"),
     (lambda folder: untrained("bert", folder, **SHAPE, is_decoder=True), "has no lm_head over"),
-    (rope("mrope"), "RoPE type that transformers lacks, mrope"),
+    ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE type that transformers lacks, mrope"),
     ({"rope_scaling": {"type": "su"}}, "RoPE type su scales"),
     ({"model_type": "bart"}, "bart is an encoder-decoder"),
     (("generation_config.json", "{no json"), "is damaged"),

@@ -31,8 +31,7 @@ HOSTILE = {
 
 
 def test_hostile_answers_cost_little_and_earn_nothing():
-    """Each scores 0 in bounded time. Honest answers after it are judged as always, and what broke
-    its bounds is counted."""
+    """Honest answers after each are judged as always, and what broke its bounds is counted."""
     verifier, start = Verifier(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
     given, scores = [], []
     for hostile in HOSTILE.values():
@@ -106,8 +105,8 @@ def verifier(tmp_path_factory):
 
 @pytest.mark.parametrize("how", [*FAILURES, *LATER])
 def test_a_reward_that_fails_costs_one_answer_at_most(how, verifier, capfd):
-    """The failure is counted, and told once, with the line of the file. The answers after it get
-    their own verdicts, even if a fork came back with a second one."""
+    """The failure is counted and told once. The answers after it get their own verdicts, even if a
+    fork came back with a second one."""
     verifier.failure, verifier.killed, expected = "", 0, (FAILURES | SLOW)[how]
     assert verifier([how, "7", "8", how, "7"], ["7"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
     assert verifier.killed == 2 * bool(expected)
@@ -129,8 +128,7 @@ def test_one_file_may_hold_several_tasks(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
-    """You may edit the file meanwhile, and the out-of-memory killer may end a worker. The worker
-    that takes its place runs the old text."""
+    """If the file is edited and a worker killed, the next worker runs the old text."""
     verifier = verifier_of(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
     assert verifier(["a"], ["b"]) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
@@ -141,8 +139,7 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
 
 
 def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
-    """It imports neither a `common` nor a json.py of the current folder, but what lies beside the
-    reward's file."""
+    """That is what lies beside the reward's file, and no module of the current folder."""
     (tmp_path / "here/common").mkdir(parents=True)
     for name in ("common/__init__.py", "json.py", "socket.py"):
         (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")

@@ -103,8 +103,7 @@ def test_a_router_that_cannot_be_replayed_is_left_alone():
 
 @pytest.mark.slow
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
-    """Replaying what was just recorded changes neither value nor gradient, even if layers are
-    recomputed."""
+    """Replaying what was just recorded changes neither value nor gradient."""
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
     policy, found, replay = shard(Policy(copy.deepcopy(moe[0])), args, world), [], None

@@ -59,8 +59,7 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
 
 
 def test_a_push_has_the_names_of_published_checkpoints():
-    """Experts are pushed one by one. Routers' biases, which are buffers, are pushed in float32,
-    because rounded they would choose other experts."""
+    """Routers' biases are pushed in float32: rounded they would choose other experts."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
     config = AutoConfig.for_model("minimax_m2", **sizes, num_local_experts=4)
     with torch.device("meta"):
@@ -77,8 +76,7 @@ def test_a_push_has_the_names_of_published_checkpoints():
 
 
 def test_the_heads_products_are_float32(monkeypatch):
-    """On a GPU the kernel's own output type makes them so, forward and backward. If they were
-    rounded to bfloat16 first, it would be too late."""
+    """On a GPU by the kernel's own output type: after a rounding to bfloat16 it is too late."""
     asked = []
     monkeypatch.setattr(torch, "mm", lambda *given, out_dtype: asked.append(out_dtype) or given[0])
     monkeypatch.setattr(torch, "addmm", lambda *given, out_dtype, out: asked.append(out_dtype))

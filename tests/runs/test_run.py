@@ -1,4 +1,4 @@
-"""Whole runs: they learn, and what they say."""
+"""Whole runs: they learn, and what they say and keep."""
 
 import json
 import os
@@ -7,8 +7,12 @@ import sys
 
 import grpo
 import pytest
+import torch
 from checks import run_of
 from checks.files import ALGORITHMS, FIRST
+from common.batch import Rollout
+from common.distributed import ALONE
+from common.records.samples import Samples
 from common.records.summary import summary_of
 
 from tests.helpers import ROOT, SECONDS, SMALL, metrics, module_of, run_here
@@ -106,3 +110,18 @@ def test_a_run_that_ends_below_four_fifths_of_its_best_fell(last, fell):
     lines = [{"step": n, "greedy": x, "sampled": x, "seconds": 1.0} for n, x in greedy.items()]
     summary = summary_of(lines)
     assert (summary["best"], summary["best_step"], summary["fell"]) == (0.8, 5, fell)
+
+
+def test_samples_keep_three_groups_of_a_mini_batch():
+    """Of problems 4 to 8 these are the first with different rewards, the one with the largest
+    |weight|, and the one with the lowest reward."""
+    rewards = torch.tensor([1.0, 1, 0, 1, 0, 1, 0, 0, 1, 1])
+    weight = torch.tensor([0.0, 0, 1, -1, 3, -3, 0, 0, 0, 0])[:, None].repeat(1, 2)  # [N, T]
+    mask = torch.ones(10, 2)
+    weight[8:, 1], mask[8:, 1] = 9.0, 0.0  # padding
+    problem = torch.arange(4, 9).repeat_interleave(2)
+    batch = Rollout(problem=problem, rewards=rewards, weight=weight, mask=mask)
+    samples = Samples(task=None, args=None, world=ALONE)
+    assert samples._chosen(batch) == [5, 6, 7]
+    batch.rewards = torch.ones(10)
+    assert samples._chosen(batch) == [4, 6]
