@@ -32,9 +32,10 @@ MINE = """
 def train(i): return f"{i % 7}+1=", str(i % 7 + 1)
 held_out = [("8+1=", "9"), ("9+1=", "10")]
 def reward(response, answer): return float(response.strip("#") == answer)
+import numpy as np
 class other:
-    train = staticmethod(lambda i: ("1+1=", "2"))
-    held_out = [("2+2=", "4")]
+    train = staticmethod(lambda i: ("1+1=", np.int64(2)))
+    held_out = [("2+.5=", np.float32(2.5))]
 """
 
 
@@ -304,7 +305,7 @@ def asked(*prompt: object) -> dict:
 MALFORMED = [  # the third row, and what is said of it
     ("{not json", f"{JSON}.*property name"),
     (json.dumps(numbered(3)), f"{JSON}.*a list"),
-    (b'{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
+    ('{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
     (DEEP, f"{JSON}.*recursion"),
     ({"prompt": "x", "solution": 1}, "needs 'prompt' and 'answer', has prompt, solution"),
     (of(None), "needs 'prompt' and 'answer', has prompt "),
@@ -352,10 +353,9 @@ def test_answers_that_no_response_can_earn(tmp_path, mine, capsys):
 @pytest.mark.parametrize(("row", "message"), MALFORMED)
 def test_malformed_rows_are_named(tmp_path, row, message):
     """What could be read in another way is not guessed at."""
-    text = row if isinstance(row, str | bytes) else json.dumps(row)
-    line = text.encode() if isinstance(text, str) else text
+    text = row if isinstance(row, str) else json.dumps(row)
     path = tmp_path / "set.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": 1}\n\n' + line)
+    path.write_text('{"prompt": "a", "answer": 1}\n\n' + text, "latin-1")
     with pytest.raises(BadInput, match=f"^{path}:3: .*{message}") as error:
         load(str(path))
     assert "\n" not in str(error.value)
@@ -423,14 +423,16 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 
 
 def test_a_custom_task(mine):
-    """Another seed begins elsewhere. A task without a reward uses math-verify."""
+    """Another seed begins elsewhere. A task without a reward uses math-verify, and its answers may
+    be numbers of numpy."""
     task = load(str(mine))
     assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
     assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
     assert task.verifier(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0]
     assert load(str(mine), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
     other = load(f"{mine}:other")
-    assert other.train(5).answer == "2" and not other.verifier.spec
+    assert not other.verifier.spec
+    assert (other.train(5).answer, other.held_out[0].answer) == ("2", "2.5")
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
 
 
@@ -471,15 +473,6 @@ def test_a_custom_task_that_cannot_be_used_is_named(mine, text):
     mine.write_text(MINE)
     with pytest.raises(BadInput, match=f"^--task {mine}:none: none is not in the file"):
         load(f"{mine}:none")
-
-
-def test_numbers_of_numpy_are_answers(mine):
-    mine.write_text(
-        "import numpy as np\nheld_out = [('8+1=', np.float32(0.5))]\n"
-        "train = lambda i: ('1+1=', np.int64(2))"
-    )
-    task = load(str(mine))
-    assert (task.train(0).answer, task.held_out[0].answer) == ("2", "0.5")
 
 
 def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_path):

@@ -12,7 +12,6 @@ from checks import run_of
 from checks.files import ALGORITHMS
 from common.distributed import World
 from common.launch import parse, resolve_auto
-from common.tasks.reward import load_task_file
 from transformers import Qwen3Config
 
 from tests.helpers import SMALL, metrics, module_of, run_here, small, started
@@ -105,17 +104,12 @@ def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MESSAGES = """
-def problem(i):
+def train(i):
     return [{"role": "user", "content": f"{i} + 1?"}], str(i + 1)
 
-train = problem
-held_out = [problem(i) for i in range(9)]
-
-def reward(response, answer):
-    return len(response) % 2
-
-def reply(response, answer):
-    return None
+held_out = [train(i) for i in range(9)]
+reward = lambda response, answer: len(response) % 2
+reply = lambda response, answer: None
 """
 QUICK = ("grpo", "goldilocks")
 
@@ -144,15 +138,6 @@ def test_resume_takes_the_words_of_config_json(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
     args = parse(grpo.Args)
     assert args.resume == RESUMES[value] and args.steps == 4
-
-
-def test_a_linked_task_file_has_the_helpers_beside_the_file(tmp_path, monkeypatch):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/my_scores.py").write_text("points = 0.5\n")
-    (tmp_path / "real/task.py").write_text("from my_scores import points\n")
-    (tmp_path / "task.py").symlink_to(tmp_path / "real/task.py")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    assert load_task_file(str(tmp_path / "task.py")).points == 0.5
 
 
 def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
