@@ -18,9 +18,6 @@ from tests.gpu import check
 pytestmark = pytest.mark.slow
 
 
-# vLLM's engine
-
-
 class Sampler:
     """vLLM's LLM, as far as `generate` knows it. Each answer is the prompt's last token and EOS."""
 
@@ -70,9 +67,6 @@ def test_a_push_has_the_names_of_published_checkpoints():
         assert found[f"{block}.experts.{i}.w3.weight"].shape == (96, 64)
         assert found[f"{block}.experts.{i}.w2.weight"].dtype == torch.bfloat16
     assert found[f"{block}.e_score_correction_bias"].dtype == torch.float32
-
-
-# Elsewhere
 
 
 def test_the_heads_products_are_float32(monkeypatch):

@@ -63,16 +63,11 @@ def random(tmp_path: Path, family: str) -> Path:
 
 
 def gap(
-    engine: VLLMEngine,
-    policy: Policy,
-    tokenizer: object,
-    args: object,
-    world: object,
-    **how: object,
+    engine: VLLMEngine, policy: Policy, tokenizer: object, args: object, world: object
 ) -> float:
     """Check a rollout as in a third such step, and return its largest |log π_old - log μ|."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
+    rollout = engine.generate(prompts, 4, 32, args.temperature)
     rollout.old_logp = all_logprobs(policy, rollout, args, world).logp
     Run.check_sampler(SimpleNamespace(args=args, apart=2, world=world), [rollout])
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()

@@ -2,9 +2,9 @@
 can be resumed."""
 
 import errno
+from collections.abc import Callable
+from pkgutil import resolve_name
 
-import common.records.checkpoint
-import common.records.files
 import grpo
 import pytest
 import torch
@@ -35,13 +35,13 @@ def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
 # Disks that fill
 
 
-def at_the(number: int, function, counts=lambda *arguments: True):
+def at_the(number: int, function: Callable, counts: Callable) -> Callable:
     """Return the function, with the disk full at the end of its `number`th counted call."""
     calls = []
 
     def sometimes(*arguments: object, **keywords: object) -> object:
         result = function(*arguments, **keywords)
-        calls.append(counts(*arguments))
+        calls.append(counts(*arguments, **keywords))
         if calls[-1] and sum(calls) >= number:
             raise OSError(errno.ENOSPC, "No space left on device")
         return result
@@ -49,16 +49,22 @@ def at_the(number: int, function, counts=lambda *arguments: True):
     return sometimes
 
 
-def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys):
-    """The second save ends before it is complete, as after a kill. One line says why, the first
-    checkpoint is whole, and resume goes on."""
+FULL = [  # at which function, at the end of which call, and which calls count
+    ("common.records.checkpoint.dcp.save", 2, lambda *arguments, **keywords: True),
+    ("common.records.files.sync", 4, lambda path: path.name == "metrics.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("place", "number", "counts"), FULL)
+def test_a_full_disk(place, number, counts, tmp_path, finished, monkeypatch, capsys):
+    """A save ends before it is complete, as after a kill, or the third step's metrics. One line
+    says why, the first checkpoint is whole, and resume goes on."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
-    dcp = common.records.checkpoint.dcp
     with monkeypatch.context() as patch:
-        patch.setattr(dcp, "save", at_the(2, dcp.save))
+        patch.setattr(place, at_the(number, resolve_name(place), counts))
         assert run_here(grpo.main, *flags) == 1
     said = capsys.readouterr().err
-    assert "cannot save" in said and "No space left" in said and "--resume" in said
+    assert "No space left" in said and "--resume" in said
     assert said.count("error: ") == 1 and "Traceback" not in said
     assert [path.name for path in checkpoints(tmp_path / "parts")] == ["step_000002"]
     assert run_here(grpo.main, *flags, "--resume") == 0
@@ -81,17 +87,4 @@ def test_a_full_disk_on_one_of_two_ranks(tmp_path):
     assert ended.stderr.count("error: ") == 1 and "No space left on device" in ended.stderr
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
     assert command("grpo", *flags, "--resume", ranks=2).codes == [0, 0]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
-
-
-def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    """The disk is full in step 3. Resume goes on."""
-    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
-    sync = at_the(4, common.records.files.sync, lambda path: path.name == "metrics.jsonl")
-    with monkeypatch.context() as patch:
-        patch.setattr("common.records.files.sync", sync)
-        assert run_here(grpo.main, *flags) == 1
-    said = capsys.readouterr().err
-    assert "No space left" in said and "--resume" in said and "Traceback" not in said
-    assert run_here(grpo.main, *flags, "--resume") == 0
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]

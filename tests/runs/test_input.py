@@ -111,13 +111,11 @@ held_out = [train(i) for i in range(9)]
 reward = lambda response, answer: len(response) % 2
 reply = lambda response, answer: None
 """
-QUICK = ("grpo", "goldilocks")
+QUICK = ["grpo", "goldilocks"]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name not in QUICK]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS],
-)
+@pytest.mark.parametrize("algorithm", [*QUICK, *OTHERS])
 def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
     """Every file reads the prompt of a problem as a text or as a list of messages."""
     model = Path(shutil.copytree(words, tmp_path / "model"))
