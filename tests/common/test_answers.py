@@ -82,8 +82,7 @@ def test_a_box_in_a_larger_expression_is_no_answer():
 
 @pytest.mark.parametrize("opening", THOUGHTS)
 def test_thoughts_of_all_families_give_no_answer(opening):
-    """This holds whether the thought is closed, was opened by the prompt or never closes, and if
-    another one closes within it."""
+    """It may be closed, opened by the prompt or never closed, and may hold another one."""
     closing = THOUGHTS[opening]
     closed = rf"so \boxed{{5}}{closing}"
     assert final_answer(rf"{opening}{closed}\boxed{{6}}") == "6"

@@ -53,8 +53,7 @@ def batches(count: int) -> list[Rollout]:
 
 
 def sharded(lm: torch.nn.Module, how: bool, world: World, dtype: str = "float32") -> Policy:
-    args = grpo.Args(compile=how, dtype=dtype)
-    return shard(Policy(copy.deepcopy(lm)), args, world)
+    return shard(Policy(copy.deepcopy(lm)), grpo.Args(compile=how, dtype=dtype), world)
 
 
 def step(policy: Policy, batch: Rollout) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +83,8 @@ def test_the_lengths_of_a_run_need_few_graphs(compile_with, tiny, world):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compilers_numbers_are_the_plain_ones(compile_with, tiny, world, dtype):
-    """Log-probs, entropies and gradients are the same but for the order of float32 sums. In
-    bfloat16, layers are rounded at the same places, because the hf sampler, which is not compiled,
-    must agree."""
+    """They differ by the order of float32 sums. In bfloat16, layers are rounded at the same places,
+    because the hf sampler, which is not compiled, must agree."""
     compile_with("inductor")
     plain, compiled = (sharded(tiny[0], how, world, dtype) for how in (False, True))
     limit = 1e-5 if dtype == "float32" else 2e-3

@@ -100,9 +100,7 @@ REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
-)
+@pytest.mark.parametrize("file, place", [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)])
 def test_noisy_and_part_marks_are_for_training(file, place, tiny):
     """Problems are those of `arithmetic`, and held-out answers are right or wrong."""
     task, plain = load(file, tiny[1], seed=3), load("arithmetic", tiny[1], seed=3)
@@ -315,7 +313,6 @@ MALFORMED = [  # the third row, and what is said of it
     (of("{'ground_truth': '34', 'style': 'rule'}"), EITHER),
     (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
-    ('{"prompt": "x", "answer": 1e999}', f"{EITHER} inf"),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
     ({"prompt": "half an emoji: \ud83d", "answer": 1}, "surrogates not allowed"),
     ({"prompt": 7, "answer": 1}, TURNS),
@@ -362,8 +359,7 @@ def test_malformed_rows_are_named(tmp_path, row, message):
 
 
 def test_a_column_inside_a_dict(tmp_path):
-    """verl's parquet files have such columns. If the dict itself is asked for, the refusal names
-    the paths into it."""
+    """verl's files have such columns. A refusal of the dict itself names the paths into it."""
     model = {"ground_truth": "34", "style": "rule"}
     rows = [{"q": [USER | {"content": f"{i}?"}], "reward_model": model} for i in range(5)]
     path, how = tmp_path / "verl.parquet", {"prompt_column": "q"}

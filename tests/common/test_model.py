@@ -168,8 +168,7 @@ def untrained(family: str, folder: Path, **shape: object) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # OPT's layers return a view
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_models_own(folder, world, family):
-    """So are the sampler's, and the trainer's with shards and recomputed layers. What is saved is
-    the model, tied or not."""
+    """Sampler's and sharded trainer's. What is saved is the model, tied or not."""
     untrained(family, folder, **FAMILIES[family])
     lm, tokenizer = load_model(str(folder))
     rollout = HFEngine(lm, world, 0, "float32", 64).generate([[3, 4, 5], [6, 7, 8]], 4, 12, 0.7)
@@ -320,8 +319,7 @@ def test_a_head_of_its_own_and_left_over_weights_load(folder, world, says_tied):
 
 
 def test_a_folder_chooses_neither_attention_nor_length(folder):
-    """A kernel from the hub would be code that is run, and the tokenizer's length is often another
-    model's."""
+    """A kernel would be code that is run. The tokenizer's length is often another model's."""
     changed(folder / "config.json", _attn_implementation="evil/kernel")
     changed(folder / "tokenizer_config.json", model_max_length=100)
     lm, tokenizer = load_model(str(folder))
@@ -365,9 +363,8 @@ def from_a_hub_cache(folder: Path, home: Path, patch: pytest.MonkeyPatch) -> str
 
 
 def test_a_saved_model_has_the_files_of_its_start(folder, tmp_path, monkeypatch):
-    """Beside the weights only the dtype changes, also in a run that was resumed. So programs that
-    read the spelling of transformers 4 read it, too."""
-    config = json.loads((folder / "config.json").read_text())
+    """Beside the weights only the dtype changes, also in a run that was resumed."""
+    config = json.loads((folder / "config.json").read_text())  # as transformers 4 writes it
     theta = config.pop("rope_parameters")["rope_theta"]
     del config["dtype"]
     config |= {"rope_theta": theta, "rope_scaling": None, "torch_dtype": "bfloat16"}

@@ -40,9 +40,8 @@ class Sampler:
 def test_what_a_rollout_is_made_of(world, theirs, ours):
     """Prefixes belong to the response. Experts are reported for every token but the last, also if
     there are more than 256. Each response has its own seed, and the next call has other seeds."""
-    engine = SimpleNamespace(
-        calls=0, seed=7, top=0, eos=[1], world=world, group=None, reports_experts=True
-    )
+    engine = SimpleNamespace(calls=0, seed=7, top=0, eos=[1], world=world, group=None)
+    engine.reports_experts = True
     engine.llm, engine.SamplingParams = Sampler(theirs), SimpleNamespace
     engine._wake, engine._sleep = lambda *parts: None, lambda: None
     for _ in range(2):

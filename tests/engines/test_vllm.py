@@ -111,10 +111,8 @@ def engine_of(world, tmp_path_factory):
     [("tiny", 0.7), ("tiny-moe", 0.7), ("qwen2", 1.0), ("mixtral", 1.0), ("glm4_moe", 1.0)],
 )
 def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
-    """Processed log-probs at the sampling temperature equal the trainer's, to float32's rounding,
-    and a push changes them along. The models have biases and an untied head (Qwen2); experts by the
-    names of their own checkpoints (w1, w2 and w3 in Mixtral); and a bias for the choice of experts,
-    which is a buffer (GLM-4)."""
+    """They are at the sampling temperature, and a push changes them along. Qwen2 has biases and an
+    untied head, Mixtral experts by other names (w1, w2, w3), GLM-4 a bias that is a buffer."""
     engine, path = engine_of(model)
     args = args_of(model=path, temperature=temperature)
     lm, tokenizer = load_model(path)
@@ -236,8 +234,7 @@ def test_samples_repeat_with_the_state_and_not_without(engine_of):
 
 
 def test_a_run_learns_and_resumes(tmp_path):
-    """With `grpo.py --rollout vllm` greedy accuracy rises as with hf, the sampler agrees at every
-    step, and resume goes on."""
+    """Greedy accuracy rises as with hf, the sampler agrees at every step, and resume goes on."""
     flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10]
     flags += ["--run_dir", tmp_path / "run"]
     run = started(*RUN, "grpo", *flags, "--steps", 25)
@@ -249,8 +246,7 @@ def test_a_run_learns_and_resumes(tmp_path):
 
 
 def test_two_ranks(tmp_path):
-    """torchrun has an engine in each rank, with different samples and one policy; then one engine
-    for both."""
+    """Under torchrun each rank has an engine; then both share one."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ranks += [*RUN, "grpo", *SMALL]
     for extra in ([], ["--tensor_parallel", 2]):

@@ -32,9 +32,6 @@ def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
-# Disks that fill
-
-
 def at_the(number: int, function: Callable, counts: Callable) -> Callable:
     """Return the function, with the disk full at the end of its `number`th counted call."""
     calls = []

@@ -85,10 +85,8 @@ def test_what_is_not_the_runs_is_left_alone(run):
 
 @slow
 @pytest.mark.parametrize("damage", ["cut short", "nothing there"])
-def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_taken(
-    damage, run, finished, capsys, tmp_path
-):
-    """The run then ends as if nothing had happened."""
+def test_a_damaged_checkpoint_is_named(damage, run, finished, capsys, tmp_path):
+    """Without it the one before is taken, and the run ends as if nothing had happened."""
     shards = run / "checkpoints/step_000004/shards"
     if damage == "cut short":
         (file,) = shards.glob("*.distcp")
