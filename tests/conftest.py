@@ -50,8 +50,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """Return the folder of a run of four steps with checkpoints at 2 and 4, to be read or
-    copied."""
+    """Return the folder of a run of four steps, with checkpoints at 2 and 4, to read or copy."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
     return folder
@@ -59,8 +58,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory):
-    """Return a folder with an untrained model that reads and writes any text, one token per
-    byte."""
+    """Return a folder with an untrained model of any text, one token per byte."""
     folder = tmp_path_factory.mktemp("words")
     vocabulary = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     ids = {word: i for i, word in enumerate(vocabulary)}

@@ -34,18 +34,12 @@ def numbered(count: int) -> list[dict]:
 # A row of each named set, with its columns, and the answer in it
 ROWS = {
     "gsm8k": ({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5,000.\n#### 5,000"}, "5000"),
-    "math": (
-        {"problem": "Find x.", "solution": r"\boxed{1} so $\boxed{\frac{1}{2}}$."},
-        r"\frac{1}{2}",
-    ),
+    "math": ({"problem": "x?", "solution": r"\boxed1 so $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
     "dapo-math-17k": ({"prompt": "Find x.", "solution": "34"}, "34"),
     "aime24": ({"problem": "Find x.", "answer": "025"}, "25"),
     "aime25": ({"problem": "Find x.", "answer": "70"}, "70"),
     "amc23": ({"question": "Find x.", "answer": 27.0}, "27"),
-    "math500": (
-        {"problem": "Find x.", "answer": r"\left( 3, \frac{\pi}{2} \right)"},
-        r"\left( 3, \frac{\pi}{2} \right)",
-    ),
+    "math500": ({"problem": "x?", "answer": r"\left( 3, \pi \right)"}, r"\left( 3, \pi \right)"),
     "minerva": ({"question": "Find x.", "answer": "1.2e-3"}, "1.2e-3"),
     "olympiadbench": ({"question": "Find x.", "final_answer": ["$2$"]}, "2"),
 }

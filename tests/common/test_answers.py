@@ -54,9 +54,8 @@ THOUGHTS = {
 
 @pytest.mark.parametrize("whose", ["public", pytest.param("ours", marks=pytest.mark.slow)])
 def test_every_answer(whose):
-    """Each line of answers.json is judged as it says; lines with a `known` are judged wrongly.
-    Lines whose source begins with "ours" were made up along with the rules, the others are from
-    public threads."""
+    """Lines of answers.json with a `known` are judged wrongly. Those with a source that begins with
+    "ours" were made up along with the rules, the others are from public threads."""
     rows = [row for row in ROWS if row["source"].startswith("ours") == (whose == "ours")]
     verifier = Verifier(workers=2)
     scores = verifier([row["response"] for row in rows], [row["reference"] for row in rows])
@@ -83,8 +82,7 @@ def test_a_box_in_a_larger_expression_is_no_answer():
 
 @pytest.mark.parametrize("opening", THOUGHTS)
 def test_thoughts_of_all_families_give_no_answer(opening):
-    """This holds whether the thought is closed, was opened by the prompt or never closes, and if
-    another one closes within it."""
+    """It may be closed, opened by the prompt or never closed, and may hold another one."""
     closing = THOUGHTS[opening]
     closed = rf"so \boxed{{5}}{closing}"
     assert final_answer(rf"{opening}{closed}\boxed{{6}}") == "6"

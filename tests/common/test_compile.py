@@ -18,7 +18,7 @@ from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.helpers import SMALL, assert_same_run, command, drive, forked, run_here
+from tests.helpers import SMALL, assert_same_run, command, drive, forked, packed, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -42,17 +42,12 @@ def batches(count: int) -> list[Rollout]:
     for i in range(count):
         rows = 1 if i % 7 == 6 else numbers.randint(2, 19)
         tokens = [numbers.choices(range(2, 18), k=numbers.randint(5, 90)) for _ in range(rows)]
-        blank = [[0.0] * len(row) for row in tokens]
-        prompts = [tokens[0][:5]] * rows
-        made.append(
-            Rollout.pack(prompts=prompts, tokens=tokens, logps=blank, eos=[1], device="cpu")
-        )
+        made.append(packed([tokens[0][:5]] * rows, tokens))
     return made
 
 
 def sharded(lm: torch.nn.Module, how: bool, world: World, dtype: str = "float32") -> Policy:
-    args = grpo.Args(compile=how, dtype=dtype)
-    return shard(Policy(copy.deepcopy(lm)), args, world)
+    return shard(Policy(copy.deepcopy(lm)), grpo.Args(compile=how, dtype=dtype), world)
 
 
 def step(policy: Policy, batch: Rollout) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,9 +77,8 @@ def test_the_lengths_of_a_run_need_few_graphs(compile_with, tiny, world):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_compilers_numbers_are_the_plain_ones(compile_with, tiny, world, dtype):
-    """Log-probs, entropies and gradients are the same but for the order of float32 sums. In
-    bfloat16, layers are rounded at the same places, because the hf sampler, which is not compiled,
-    must agree."""
+    """They differ by the order of float32 sums. In bfloat16, layers are rounded at the same places,
+    because the hf sampler, which is not compiled, must agree."""
     compile_with("inductor")
     plain, fused = (sharded(tiny[0], how, world, dtype) for how in (False, True))
     limit = 1e-5 if dtype == "float32" else 2e-3

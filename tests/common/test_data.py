@@ -6,7 +6,6 @@ import random
 import datasets
 import pytest
 import torch
-from common.batch import Rollout
 from common.cli import BadInput, RunStopped
 from common.data import texts_of
 from common.metrics import evaluate
@@ -16,7 +15,7 @@ from common.tasks.rows import HUB, rows_of
 from common.tiny import arithmetic
 from grpo import Args
 
-from tests.helpers import SMALL, command
+from tests.helpers import SMALL, command, packed
 from tests.common.rows import Letters, load, numbered, write
 
 
@@ -33,9 +32,10 @@ MINE = """
 def train(i): return f"{i % 7}+1=", str(i % 7 + 1)
 held_out = [("8+1=", "9"), ("9+1=", "10")]
 def reward(response, answer): return float(response.strip("#") == answer)
+import numpy as np
 class other:
-    train = staticmethod(lambda i: ("1+1=", "2"))
-    held_out = [("2+2=", "4")]
+    train = staticmethod(lambda i: ("1+1=", np.int64(2)))
+    held_out = [("2+.5=", np.float32(2.5))]
 """
 
 
@@ -58,17 +58,14 @@ def test_arithmetic_is_worked_left_to_right_modulo_100():
     assert [arithmetic.draw(rng) for _ in range(3)] == ["7-1*5=", "9+3+7=", "3-9+7-1*0="]
 
 
-def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
+def test_arithmetic_stream_is_seeded_and_the_held_out_set_is_not(tiny):
     how = {"tokenizer": tiny[1], "eval_problems": 200}
     task, again, other = (load("arithmetic", seed=seed, **how) for seed in (1, 1, 2))
-    stream = [task.train(i).prompt for i in range(500)]
-    assert stream == [again.train(i).prompt for i in range(500)]
-    assert task.train(7).prompt == stream[7]
-    assert stream != [other.train(i).prompt for i in range(500)]
-    held_out = [problem.prompt for problem in task.held_out]
-    assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 200
-    assert not set(stream) & set(held_out)
-    assert all(task.verifier([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
+    stream = [task.train(i) for i in range(500)]
+    assert [again.train(i) for i in reversed(range(500))] == stream[::-1]
+    assert [other.train(i).prompt for i in range(500)] != [problem.prompt for problem in stream]
+    assert task.held_out == other.held_out
+    assert len({problem.prompt for problem in task.held_out}) == 200
 
 
 def test_the_warm_start_never_saw_the_held_out_set():
@@ -82,8 +79,7 @@ def test_the_warm_start_never_saw_the_held_out_set():
 
 @pytest.mark.parametrize("name", arithmetic.KINDS)
 def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
-    """Each kind has its numbers of terms and its last operators, and no held-out prompt is trained
-    on."""
+    """No held-out prompt is trained on. Numbers of terms and last operators are the kind's."""
     kind = arithmetic.KINDS[name]
     task = load(name, tiny[1], eval_problems=50)
     stream = [task.train(i).prompt for i in range(400)]
@@ -104,12 +100,9 @@ REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
 }
 
 
-@pytest.mark.parametrize(
-    ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
-)
+@pytest.mark.parametrize("file, place", [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)])
 def test_noisy_and_part_marks_are_for_training(file, place, tiny):
-    """Task files with the problems of `arithmetic` change only training. Held-out answers are right
-    or wrong."""
+    """Problems are those of `arithmetic`, and held-out answers are right or wrong."""
     task, plain = load(file, tiny[1], seed=3), load("arithmetic", tiny[1], seed=3)
     texts, solution = list(REWARDS), "7*8=56;56-9=47;47+6=53#53"
     marks = list(REWARDS.values())
@@ -150,24 +143,18 @@ def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
 
 
 def test_local_file_without_split_holds_rows_back(tmp_path):
-    """Each epoch is a permutation of the training rows. Held-out rows are never among them,
-    whatever the seed. A small file gives a quarter of its rows."""
+    """Each epoch is another permutation of the rest. A small file gives a quarter of its rows."""
     path = write(tmp_path / "sums.jsonl", numbered(10))
     task, other = load(path), load(path, seed=9)
-    held_out = {problem.prompt for problem in task.held_out}
-    assert held_out == {problem.prompt for problem in other.held_out} and len(held_out) == 2
-    epochs = [[task.train(8 * epoch + i).prompt for i in range(8)] for epoch in range(3)]
-    for epoch in epochs:
-        assert len(set(epoch)) == 8 and not set(epoch) & held_out
-    assert epochs[0] != epochs[1]
-    assert epochs[0] != [other.train(i).prompt for i in range(8)]
+    one, two = ([task.train(8 * epoch + i).prompt for i in range(8)] for epoch in range(2))
+    assert len(set(one)) == 8 and sorted(one) == sorted(two) and one != two
+    assert one != [other.train(i).prompt for i in range(8)]
     small = load(write(tmp_path / "small.jsonl", numbered(60)), eval_problems=256)
     assert len(drawn(small, 45)) == 45 and len(small.held_out) == 15
 
 
 def test_a_held_out_prompt_is_never_trained_on(tmp_path):
-    """This holds if rows repeat a prompt, and if another file has some of the training's
-    prompts."""
+    """Rows may repeat a prompt, and another file may have prompts of the training."""
     rows = [*numbered(20), *numbered(20), {"prompt": "question 3?", "answer": 4}]
     path = write(tmp_path / "set.jsonl", rows)
     task, other = load(path, eval_problems=5), load(path, eval_problems=5, seed=2)
@@ -221,26 +208,17 @@ class Chat(Letters):
         return turns + "<assistant>" + str(options or "")
 
 
-def test_columns_and_the_chat_template(tmp_path):
-    path = write(tmp_path / "set.jsonl", [{"q": f"question {i}?", "a": i} for i in range(6)])
-    columns = {"prompt_column": "q", "answer_column": "a", "instruction": "Think."}
-    problem = load(path, **columns).train(0)
-    assert text_of(problem) == f"Question: {problem.prompt} Think.\nAnswer:"
-    problem = load(path, Chat(), **columns).train(0)
-    assert text_of(problem) == f"<user>{problem.prompt} Think.<assistant>"
-
-
-def test_options_of_the_chat_template(tmp_path, mine):
-    """The options reach task files and rows alike."""
-    rows = write(tmp_path / "set.jsonl", numbered(8))
-    for file in (str(mine), rows):
-        task = load(file, Chat(), chat=("enable_thinking=false", "style=brief"))
-        for problem in (task.train(0), task.held_out[0]):
-            assert text_of(problem).endswith(
-                "<assistant>{'enable_thinking': False, 'style': 'brief'}"
-            )
-        with pytest.raises(BadInput, match="--chat enable_thinkng: .* never reads it"):
-            load(file, Chat(), chat=("enable_thinkng=false",))
+@pytest.mark.parametrize(("file", "instruction"), [("mine.py", ""), ("set.jsonl", " Think.")])
+def test_instruction_and_options_of_the_chat_template(tmp_path, mine, file, instruction):
+    """The options reach task files and rows alike, the instruction only rows."""
+    write(tmp_path / "set.jsonl", numbered(8))
+    path, how = str(tmp_path / file), {"instruction": "Think."}
+    task = load(path, Chat(), chat=("enable_thinking=false", "style=brief"), **how)
+    given = "{'enable_thinking': False, 'style': 'brief'}"
+    for problem in (task.train(0), task.held_out[0]):
+        assert text_of(problem) == f"<user>{problem.prompt}{instruction}<assistant>{given}"
+    with pytest.raises(BadInput, match="--chat enable_thinkng: .* never reads it"):
+        load(path, Chat(), chat=("enable_thinkng=false",))
 
 
 def test_texts_and_numbers_arrive_as_they_are(tmp_path):
@@ -263,11 +241,7 @@ READ = [  # prompt, response, the response as a verifier reads it
     ("2+2?<think>\n\n</think>\n\n", "4", "4"),
     ("2+2?[THINK]", "5?[/THINK]4", "[THINK]5?[/THINK]4"),
     ("2+2?<|channel|>final<|message|>", "4", "4"),
-    (
-        "2+2?<|channel|>a<|message|>",
-        "5?<|channel|>final",
-        "<|channel|>a<|message|>5?<|channel|>final",
-    ),
+    ("2+2?<|channel|>a<|message|>", "5?<|channel|>", "<|channel|>a<|message|>5?<|channel|>"),
 ]
 
 
@@ -278,8 +252,7 @@ def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, t
     tags = ["<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<end>"]
     tokenizer.add_tokens(tags, special_tokens=True)
     asked, said = tokenizer([prompt, response])["input_ids"]
-    how = {"logps": [[0.0] * len(said)], "eos": [1], "device": "cpu"}
-    assert texts_of(Rollout.pack(prompts=[asked], tokens=[said], **how), tokenizer) == [text]
+    assert texts_of(packed([asked], [said]), tokenizer) == [text]
 
 
 def test_unknown_tags_of_thoughts_are_named(words, tmp_path, capsys):
@@ -314,7 +287,7 @@ def asked(*prompt: object) -> dict:
 MALFORMED = [  # the third row, and what is said of it
     ("{not json", f"{JSON}.*property name"),
     (json.dumps(numbered(3)), f"{JSON}.*a list"),
-    (b'{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
+    ('{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
     (DEEP, f"{JSON}.*recursion"),
     ({"prompt": "x", "solution": 1}, "needs 'prompt' and 'answer', has prompt, solution"),
     (of(None), "needs 'prompt' and 'answer', has prompt "),
@@ -324,7 +297,6 @@ MALFORMED = [  # the third row, and what is said of it
     (of("{'ground_truth': '34', 'style': 'rule'}"), EITHER),
     (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
-    ('{"prompt": "x", "answer": 1e999}', f"{EITHER} inf"),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
     ({"prompt": "half an emoji: \ud83d", "answer": 1}, "surrogates not allowed"),
     ({"prompt": 7, "answer": 1}, TURNS),
@@ -342,8 +314,8 @@ MALFORMED = [  # the third row, and what is said of it
 
 
 def test_answers_that_no_response_can_earn(tmp_path, mine, capsys):
-    """They are left out of a file and counted. If all are such, the run ends before it begins, and
-    so it does for a task file without a reward; a file's own reward may find them right."""
+    """Rows with such answers are left out and counted. A run that has no others ends before it
+    begins; but a task file's own reward may find them right."""
     lost = ["N/A", "None", "see solution", r"\frac{1}{2", "x" * 2000]
     rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate([*lost, "5"] * 2)]
     task = load(write(tmp_path / "set.jsonl", rows))
@@ -361,29 +333,25 @@ def test_answers_that_no_response_can_earn(tmp_path, mine, capsys):
 
 @pytest.mark.parametrize(("row", "message"), MALFORMED)
 def test_malformed_rows_are_named(tmp_path, row, message):
-    """The message has file and row, and says what the row must be. A row that could be read in
-    another way is not guessed at."""
-    text = row if isinstance(row, str | bytes) else json.dumps(row)
-    line = text.encode() if isinstance(text, str) else text
+    """What could be read in another way is not guessed at."""
+    text = row if isinstance(row, str) else json.dumps(row)
     path = tmp_path / "set.jsonl"
-    path.write_bytes(b'{"prompt": "a", "answer": 1}\n\n' + line)
+    path.write_text('{"prompt": "a", "answer": 1}\n\n' + text, "latin-1")
     with pytest.raises(BadInput, match=f"^{path}:3: .*{message}") as error:
         load(str(path))
     assert "\n" not in str(error.value)
 
 
 def test_a_column_inside_a_dict(tmp_path):
-    """verl's parquet files have such columns. If the dict itself is asked for, the refusal names
-    the paths into it."""
-    row = {"data_source": "gsm8k", "prompt": [USER], "ability": "math"}
-    row |= {"reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": 1}}
-    rows = [row | {"prompt": [USER | {"content": f"{i}?"}]} for i in range(5)]
-    path = tmp_path / "verl.parquet"
+    """verl's files have such columns. A refusal of the dict itself names the paths into it."""
+    model = {"ground_truth": "34", "style": "rule"}
+    rows = [{"q": [USER | {"content": f"{i}?"}], "reward_model": model} for i in range(5)]
+    path, how = tmp_path / "verl.parquet", {"prompt_column": "q"}
     datasets.Dataset.from_list(rows).to_parquet(path)
-    task = load(str(path), Chat(), answer_column="reward_model.ground_truth")
+    task = load(str(path), Chat(), answer_column="reward_model.ground_truth", **how)
     assert {task.train(0).answer, task.held_out[0].answer} == {"34"}
     with pytest.raises(BadInput, match="verl.parquet:1: .*has .*reward_model.ground_truth, rew"):
-        load(str(path), Chat(), answer_column="reward_model")
+        load(str(path), Chat(), answer_column="reward_model", **how)
     plain = [{"prompt": f"{i}?", "a.b": i} for i in range(5)]  # a column of that name
     assert load(write(tmp_path / "dots.jsonl", plain), answer_column="a.b").held_out
 
@@ -407,8 +375,8 @@ AS_PUBLISHED = {  # the answer's column in rows of public copies: the reference
 
 @pytest.mark.parametrize("name", AS_PUBLISHED)
 def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
-    """References arrive as they are written. Rows whose solution has none are left out and counted.
-    (The rows are copied from pages and issues about these sets, not from the hub.)"""
+    """Rows whose solution has no answer are left out and counted. (The rows are copied from pages
+    and issues about these sets, not from the hub.)"""
     columns = HUB[name]
     rows = [{columns.prompt: "x", columns.answer: answer} for answer in AS_PUBLISHED[name]]
     file = write(tmp_path / "set.jsonl", rows)
@@ -419,8 +387,7 @@ def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
-    """The fingerprint depends on the contents of the task's and the evaluation's file, not on their
-    names."""
+    """It depends on the task's and the evaluation's file, but on no name."""
     one = write(tmp_path / "a.jsonl", numbered(8))
     same = write(tmp_path / "b.jsonl", numbered(8))
     test = write(tmp_path / "test.jsonl", numbered(50)[40:])
@@ -436,16 +403,16 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 
 
 def test_a_custom_task(mine):
-    """Its problems come in order, with its own held-out problems and its reward in a bounded
-    worker. Another seed begins elsewhere. A file may hold several tasks, and a task without a
-    reward uses math-verify."""
+    """Another seed begins elsewhere. A task without a reward uses math-verify, and its answers may
+    be numbers of numpy."""
     task = load(str(mine))
     assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
     assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
     assert task.verifier(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0]
     assert load(str(mine), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
     other = load(f"{mine}:other")
-    assert other.train(5).answer == "2" and not other.verifier.spec
+    assert not other.verifier.spec
+    assert (other.train(5).answer, other.held_out[0].answer) == ("2", "2.5")
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
 
 
@@ -467,13 +434,10 @@ UNUSABLE = {  # a task file: what is said
     PAIRS + "train = lambda i: ('1+1=', 7 / i)": "needs .*mine.py:2: ZeroDivisionError",
     PAIRS + "train = lambda i: [('1+1=', '2')][i]": "needs .*mine.py:2: IndexError",
     PAIRS + "train = lambda i: {'prompt': '1+1=', 'answer': 2}": "train.0. gives no .*a dict",
-    PAIRS + "train = lambda i: '12'": "train.0. gives no .*a str",
-    PAIRS + "train = lambda i: None": "train.0. gives no .prompt, answer.",
     PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
     PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",
     PAIRS + "train = lambda i: ('1', {2})\nreward = 1": "train.0. .* not JSON serializable",
     PAIRS + "train = lambda i: ('1', {1: 2})\nreward = 1": "train.0. .*1: 2.* changes on its way",
-    PAIRS + "train = lambda i: ('1', [(1, 2)])\nreward = 1": "train.0. .* changes on its way",
     PAIRS + "train = lambda i: ('1', float('nan'))\nreward = 1": "train.0. .* changes on its way",
     "held_out = ['8+1=']\ntrain = lambda i: ('1+1=', '2')": "held_out.0. gives no",
     "x = 'caf\xe9'": "cannot be read .*'utf-8' codec",
@@ -491,15 +455,6 @@ def test_a_custom_task_that_cannot_be_used_is_named(mine, text):
         load(f"{mine}:none")
 
 
-def test_numbers_of_numpy_are_answers(mine):
-    mine.write_text(
-        "import numpy as np\nheld_out = [('8+1=', np.float32(0.5))]\n"
-        "train = lambda i: ('1+1=', np.int64(2))"
-    )
-    task = load(str(mine))
-    assert (task.train(0).answer, task.held_out[0].answer) == ("2", "0.5")
-
-
 def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_path):
     _, tokenizer = load_model(words)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y %f') }}: {{ messages[0]['content'] }}"
@@ -509,19 +464,16 @@ def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_pa
     assert "26 Jul 2024 000000: question" in tokenizer.decode(one.prompt_ids)
 
 
-def test_a_prompt_may_be_chat_messages(tmp_path, mine):
-    """This holds in a task file and in rows. What the messages say decides whether a prompt is held
-    out."""
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
-    mine.write_text(f"held_out = [({chat}, '4')]\ntrain = lambda i: ('2?', '2')")
-    task = load(str(mine), Chat())
-    assert text_of(task.held_out[0]) == "<system>Be brief.<user>2+2?<assistant>"
-    assert text_of(task.train(3)) == "<user>2?<assistant>"
-    asked = [[{"role": "user", "content": f"{i}?"}] for i in range(3)]
+def test_a_prompt_may_be_chat_messages(tmp_path):
+    """What they say decides whether a prompt is held out."""
+    chat = [{"role": "system", "content": "Be brief."}, USER]
+    asked = [[USER | {"content": f"{i}?"}] for i in range(3)]
     rows = [{"prompt": messages, "answer": 4} for messages in (chat, *asked, *asked)]
     task = load(write(tmp_path / "set.jsonl", rows), Chat(), eval_problems=1)
-    texts = {text_of(task.train(i)) for i in range(20)}
-    assert len(texts) == 3 and text_of(task.held_out[0]) not in texts
+    texts, held_out = {text_of(task.train(i)) for i in range(20)}, text_of(task.held_out[0])
+    assert len(texts) == 3 and held_out not in texts
+    plain = {f"<user>{i}?<assistant>" for i in range(3)}
+    assert texts | {held_out} == plain | {"<system>Be brief.<user>2+2?<assistant>"}
 
 
 @pytest.mark.slow

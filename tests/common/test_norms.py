@@ -13,7 +13,7 @@ from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import SMALL, run_here
+from tests.helpers import SMALL, packed, run_here
 
 V, T = 23, 0.7
 ARGS = SimpleNamespace(temperature=T, micro_tokens=200)
@@ -39,22 +39,18 @@ def model(name: str) -> torch.nn.Module:
 
 
 def responses(seed: int = 0, n: int = 9, longest: int = 40) -> Rollout:
-    """Return prompts and responses of unequal lengths, with tokens that repeat, and <pad> inside
-    some."""
+    """Return rows of unequal lengths, with tokens that repeat, and <pad> inside some."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(least: int, most: int) -> list[int]:
         length = int(torch.randint(least, most, (), generator=generator))
         return torch.randint(0, V, (length,), generator=generator).tolist()
 
-    prompts, tokens = [ids(2, 9) for _ in range(n)], [ids(1, longest) for _ in range(n)]
-    blank = [[0.0] * len(row) for row in tokens]
-    return Rollout.pack(prompts=prompts, tokens=tokens, logps=blank, eos=[1], device="cpu")
+    return packed([ids(2, 9) for _ in range(n)], [ids(1, longest) for _ in range(n)])
 
 
 def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Return Σ log π and |∇ Σ log π| of each response alone, in float64, from the model's own
-    logits."""
+    """Return Σ log π and |∇ Σ log π| of each response, from the model's logits in float64."""
     lm, sums, norms = copy.deepcopy(lm).double(), [], []
     for row, start, end in zip(batch.sequences, batch.prompt_len.tolist(), batch.ends.tolist()):
         logits = lm(row[None, :end]).logits[0, start - 1 : end - 1] / T  # [T, V]
@@ -78,8 +74,7 @@ def check(name: str, world: World, **how: object) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_those_of_separate_passes(world, name):
-    """This holds for tied and untied heads, biases, q/k norms, and padded micro-batches of several
-    sizes."""
+    """Micro-batches are padded, and of several sizes."""
     assert not common.scale.norms.unsupported_module(Policy(model(name)))
     check(name, world)
 

@@ -22,11 +22,6 @@ def moe():
     return load_model("tiny-moe")
 
 
-@pytest.fixture
-def args():
-    return minirl.Args(dtype="float32", micro_tokens=600)
-
-
 def sample(moe: tuple, world: object, dtype: str = "float32") -> Rollout:
     engine = HFEngine(moe[0], world, 0, dtype, 1024, experts=True)
     policy = Policy(copy.deepcopy(moe[0]))
@@ -41,10 +36,11 @@ def fed(batch: Rollout) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
-def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
+def test_sampler_and_trainer_record_the_same_experts(moe, world, dtype):
     """With the same weights they agree, in prompt and response, token by token and layer by layer.
     If weights are rounded to float8, some tokens go elsewhere until their experts are replayed."""
     rollout, policy = sample(moe, world, dtype), Policy(copy.deepcopy(moe[0]))
+    args = minirl.Args(dtype="float32", micro_tokens=600)
     experts = all_logprobs(policy, rollout, args, world, experts=True).experts
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
     differing, tokens = minirl.experts_differ(rollout, experts)
@@ -103,8 +99,7 @@ def test_a_router_that_cannot_be_replayed_is_left_alone():
 
 @pytest.mark.slow
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
-    """Replaying what was just recorded changes neither value nor gradient, even if layers are
-    recomputed."""
+    """Replaying what was just recorded changes neither value nor gradient."""
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
     policy, found, replay = shard(Policy(copy.deepcopy(moe[0])), args, world), [], None

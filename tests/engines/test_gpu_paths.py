@@ -18,9 +18,6 @@ from tests.gpu import check
 pytestmark = pytest.mark.slow
 
 
-# vLLM's engine
-
-
 class Sampler:
     """vLLM's LLM, as far as `generate` knows it. Each answer is the prompt's last token and EOS."""
 
@@ -43,9 +40,8 @@ class Sampler:
 def test_what_a_rollout_is_made_of(world, theirs, ours):
     """Prefixes belong to the response. Experts are reported for every token but the last, also if
     there are more than 256. Each response has its own seed, and the next call has other seeds."""
-    engine = SimpleNamespace(
-        calls=0, seed=7, top=0, eos=[1], world=world, group=None, reports_experts=True
-    )
+    engine = SimpleNamespace(calls=0, seed=7, top=0, eos=[1], world=world, group=None)
+    engine.reports_experts = True
     engine.llm, engine.SamplingParams = Sampler(theirs), SimpleNamespace
     engine._wake, engine._sleep = lambda *parts: None, lambda: None
     for _ in range(2):
@@ -59,8 +55,7 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
 
 
 def test_a_push_has_the_names_of_published_checkpoints():
-    """Experts are pushed one by one. Routers' biases, which are buffers, are pushed in float32,
-    because rounded they would choose other experts."""
+    """Routers' biases are pushed in float32: rounded they would choose other experts."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
     config = AutoConfig.for_model("minimax_m2", **sizes, num_local_experts=4)
     with torch.device("meta"):
@@ -73,12 +68,8 @@ def test_a_push_has_the_names_of_published_checkpoints():
     assert found[f"{block}.e_score_correction_bias"].dtype == torch.float32
 
 
-# Elsewhere
-
-
 def test_the_heads_products_are_float32(monkeypatch):
-    """On a GPU the kernel's own output type makes them so, forward and backward. If they were
-    rounded to bfloat16 first, it would be too late."""
+    """On a GPU by the kernel's own output type: after a rounding to bfloat16 it is too late."""
     asked = []
     monkeypatch.setattr(torch, "mm", lambda *given, out_dtype: asked.append(out_dtype) or given[0])
     monkeypatch.setattr(torch, "addmm", lambda *given, out_dtype, out: asked.append(out_dtype))

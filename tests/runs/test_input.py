@@ -12,7 +12,6 @@ from checks import run_of
 from checks.files import ALGORITHMS
 from common.distributed import World
 from common.launch import parse, resolve_auto
-from common.tasks.reward import load_task_file
 from transformers import Qwen3Config
 
 from tests.helpers import SMALL, metrics, module_of, run_here, small, started
@@ -20,13 +19,11 @@ from tests.helpers import SMALL, metrics, module_of, run_here, small, started
 # What is in a folder of the test stands for its name
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
     ("grpo", "--task clash/task.py", "rename tools beside it"),
-    ("grpo", "--model bad.jsonl", "bad.jsonl: is a file"),
+    ("grpo", "--model clash/task.py", "clash/task.py: is a file"),
     ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
-    ("grpo", "--task=~/nowhere.jsonl", f"{Path.home()}/nowhere.jsonl: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
@@ -62,7 +59,6 @@ def files(tmp_path_factory) -> Path:
     (folder / "clash").mkdir()
     (folder / "clash/task.py").write_text("from tools import score\n")
     (folder / "clash/tools.py").write_text("score = len\n")
-    (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is
     return folder
@@ -80,7 +76,6 @@ def test_bad_input_is_one_line(algorithm, flags, message, files, tmp_path, monke
 
 
 ENVIRONMENTS = [
-    ({"WORLD_SIZE": "2"}, "no MASTER_PORT: start several ranks with torchrun"),
     ({"WORLD_SIZE": "2", "MASTER_PORT": ""}, "no MASTER_PORT"),
     ({"GLOO_SOCKET_IFNAME": "eth9"}, "cannot join the others"),
 ]
@@ -106,34 +101,20 @@ def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
     assert shown.startswith(b"SLURM_NTASKS is not 1") and b"\\u03c0" in shown  # π
 
 
-@pytest.mark.slow
-def test_exit_code_and_line_of_the_real_command():
-    run = started("grpo.py", "--clip_high", "nan")
-    assert run.returncode == 2 and "--clip_high nan" in run.stderr
-    assert run.stderr.count("\n") == 1 and not run.stdout
-
-
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MESSAGES = """
-def problem(i):
+def train(i):
     return [{"role": "user", "content": f"{i} + 1?"}], str(i + 1)
 
-train = problem
-held_out = [problem(i) for i in range(9)]
-
-def reward(response, answer):
-    return len(response) % 2
-
-def reply(response, answer):
-    return None
+held_out = [train(i) for i in range(9)]
+reward = lambda response, answer: len(response) % 2
+reply = lambda response, answer: None
 """
-QUICK = ("grpo", "goldilocks")
+QUICK = ["grpo", "goldilocks"]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name not in QUICK]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS],
-)
+@pytest.mark.parametrize("algorithm", [*QUICK, *OTHERS])
 def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
     """Every file reads the prompt of a problem as a text or as a list of messages."""
     model = Path(shutil.copytree(words, tmp_path / "model"))
@@ -156,15 +137,6 @@ def test_resume_takes_the_words_of_config_json(value, monkeypatch):
     assert args.resume == RESUMES[value] and args.steps == 4
 
 
-def test_a_linked_task_file_has_the_helpers_beside_the_file(tmp_path, monkeypatch):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real/my_scores.py").write_text("points = 0.5\n")
-    (tmp_path / "real/task.py").write_text("from my_scores import points\n")
-    (tmp_path / "task.py").symlink_to(tmp_path / "real/task.py")
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    assert load_task_file(str(tmp_path / "task.py")).points == 0.5
-
-
 def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
     """Python imports any folder as a package without content."""
     (tmp_path / "vllm").mkdir()
@@ -180,4 +152,5 @@ def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_python_without_docstrings_is_refused():
     run = started("grpo.py", PYTHONOPTIMIZE="2")
-    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr and run.stderr.count("\n") == 1
+    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr
+    assert run.stderr.count("\n") == 1 and not run.stdout

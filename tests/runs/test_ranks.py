@@ -1,5 +1,4 @@
-"""How weights get to the ranks and back: one rank loads, all receive; and checkpoints of other
-ranks."""
+"""How weights get to the ranks and back; and checkpoints of other ranks."""
 
 import contextlib
 import copy
@@ -18,14 +17,13 @@ from common.model import load_model
 from common.records.checkpoint import load_checkpoint
 from common.rollout import HFEngine
 
-from tests.helpers import SMALL, command, forked, run_here, small, tensors
+from tests.helpers import SMALL, command, forked, run_here, saved_state, small
 
 pytestmark = pytest.mark.slow
 
 
 def untied(folder: Path) -> str:
-    """Return the embedded model with an untied head, which its config.json denies, and weights that
-    are no round numbers."""
+    """Save the embedded model with a head of its own, which its config.json denies."""
     lm, tokenizer = load_model("tiny")
     lm.config.tie_word_embeddings = False
     lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone() * 1.1)
@@ -68,8 +66,7 @@ def receives(names: list[str]) -> None:
 
 
 def test_rank_0_loads_for_all(tmp_path):
-    """Parameters, buffers, ties and log-probs are, to the bit, what a rank would have loaded
-    itself."""
+    """Parameters, buffers, ties and log-probs are those of a whole model, to the bit."""
     ended = forked(receives, ["tiny", "tiny-moe", untied(tmp_path / "untied")], ranks=2)
     assert ended.codes == [0, 0], ended.stderr
 
@@ -93,15 +90,13 @@ def misses_an_update() -> None:
 
 
 def test_an_update_waits_for_minutes_and_a_step_for_hours():
-    """A rank that is slow to sample or to score is waited for. A rank that fails in the update
-    would otherwise hold the others for hours."""
+    """Sampling and scoring may be slow, but a rank that is lost in an update must be noticed."""
     ended = forked(misses_an_update, ranks=2)
     assert ended.codes == [0, 0], ended.stderr
 
 
 def test_resume_on_other_ranks(tmp_path, world):
-    """Four ranks that share in pairs save, then two read, then one. Weights and moments are the
-    saved ones."""
+    """Four ranks that share in pairs save, then one reads, then two go on, then one."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--minibatches", 1, "--run_dir", folder]
     ended = command("grpo", *flags, "--steps", 2, "--shard_ranks", 2, ranks=4)
@@ -111,12 +106,11 @@ def test_resume_on_other_ranks(tmp_path, world):
     newest = folder / "checkpoints/step_000002"
     assert load_checkpoint(newest, policy, optimizer, {}, world) == 2
     dist.destroy_process_group()
-    saved = tensors(folder / "checkpoints/step_000002", tmp_path / "t.pt")
+    weights, moments = saved_state(folder, 2, tmp_path)
     for name, parameter in policy.named_parameters():
-        assert torch.equal(parameter, saved[f"/policy/{name}"])
+        assert torch.equal(parameter, weights[name])
         for moment in ("exp_avg", "exp_avg_sq"):
-            kept = saved[f"/optimizer/state/{name}/{moment}"]
-            assert torch.equal(optimizer.state[parameter][moment], kept)
+            assert torch.equal(optimizer.state[parameter][moment], moments[name][moment])
     ended = command("grpo", *flags, "--steps", 4, "--resume", ranks=2)
     assert ended.codes == [0, 0], ended.stderr
     assert run_here(grpo.main, *flags, "--steps", 6, "--resume") == 0
