@@ -128,12 +128,13 @@ def load_checkpoint(
         if not path.exists():
             path = checkpoint / "rank0.pt"
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    for one in optimizers:
-        for group in one.param_groups:
-            for name in ("lr", "betas", "weight_decay"):  # with --back_to they may differ
-                group[name] = one.defaults[name]
+    groups = [group for one in optimizers for group in one.param_groups]
+    flags = [{name: group[name] for name in ("lr", "betas", "weight_decay")} for group in groups]
+    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    groups = [group for one in optimizers for group in one.param_groups]
+    for group, of_this_command in zip(groups, flags):  # with --back_to they may differ
+        group.update(of_this_command)
     generators = saved["generators"]
     random.setstate(generators["python"])
     torch.set_rng_state(generators["torch"])

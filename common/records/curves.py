@@ -27,8 +27,13 @@ BLUE, ORANGE = "#0072B2", "#D55E00"  # the colour-blind can tell them apart (Oka
 def series(lines: list[dict], name: str) -> np.ndarray:
     """Return steps and values of a metric, `[2, n]`. A null becomes NaN, and rows without the
     metric are left out."""
-    pairs = [(row["step"], row[name]) for row in lines if name in row]
-    return np.array(pairs, float).reshape(-1, 2).T
+    steps, values = [], []
+    for row in lines:
+        if name in row:
+            number = isinstance(row[name], int | float) and abs(row[name]) < np.inf
+            steps.append(row["step"])
+            values.append(row[name] if number else np.nan)
+    return np.array([steps, values], float)
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
