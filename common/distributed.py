@@ -124,8 +124,11 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
     sharing = args.shard_ranks or (1 if size < SMALL else world.size)  # ranks
+    plain = sharing == 1 and args.dtype == "float32" and not offload
+    if plain and world.size == 1:
+        return broadcast_module(policy, world)
     sharers, _ = update_groups(world, sharing)  # all ranks must create their groups together
-    if sharing == 1 and args.dtype == "float32" and not offload:
+    if plain:
         return broadcast_module(policy, world)
     named = policy.named_parameters(remove_duplicate=False)
     held = [weight for name, weight in named if LAYER.search(name)]
