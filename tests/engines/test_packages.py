@@ -5,9 +5,8 @@ import grpo
 import pytest
 from common.tasks.rows import HUB, rows_of
 
-from tests.helpers import SMALL, run_here
+from tests.helpers import ROOT, SMALL, run_here
 from tests.common.rows import ROWS, load
-from tests.repository.test_yours import save_examples
 
 
 @pytest.fixture
@@ -55,12 +54,11 @@ def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch
     assert "Traceback" not in said and not (tmp_path / "run").exists()
 
 
-def test_reasoning_gym_itself(tmp_path, monkeypatch):
+def test_reasoning_gym_itself(monkeypatch):
     """In docs/tasks/puzzles.py a right answer scores 1, another one less. Prompts and held-out
     problems are the same in every run, and disjoint."""
     gym = pytest.importorskip("reasoning_gym")
-    save_examples(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(ROOT / "docs/tasks")
     task, again, other = (load("puzzles.py", seed=seed) for seed in (1, 1, 2))
     problem = task.train(3)
     assert problem == again.train(3) and problem.prompt != other.train(3).prompt
