@@ -31,22 +31,21 @@ def busy_batch() -> dict[str, Tensor]:
     mask = (torch.arange(7) < lengths[:, None]).double()
     mask[0, 2] = mask[4, 2:4] = 0.0  # holes, as the replies of a tool leave them
     A = torch.tensor([1.2, -1.0, 0.5, -1.5, 0.0, 0.0, 0.8, -0.4, 6.0]).double()[:, None]
-    odds, *moved, entropy, own = torch.rand(8, *mask.shape, generator=generator).double()
+    odds, *moved, entropy, own = torch.rand(7, *mask.shape, generator=generator).double()
     batch = {"old_logp": logsigmoid(8 * odds - 4), "entropy": 2 * entropy}
-    for name, noise in zip("logp rollout_logp ref_logp proxy_logp teacher_logp".split(), moved):
+    for name, noise in zip("logp rollout_logp ref_logp teacher_logp".split(), moved):
         batch[name] = logsigmoid(8 * odds - 4 + 3 * noise - 1.5)
     batch["teacher_logp"] = 2.5 * batch["teacher_logp"]
     batch["token_advantages"] = 4 * own - 2
     old = torch.tensor([-0.02, -4.0]).double().repeat(4)[:7].expand_as(mask)
     garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
     garbage |= {"rollout_logp": old + torch.where(A < 0, 0.01, -3.0), "ref_logp": old + 3}
-    garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9, "token_advantages": 9 * (A - 0.5)}
+    garbage |= {"teacher_logp": old - 9, "token_advantages": 9 * (A - 0.5)}
     for name, x in garbage.items():
         batch[name] = torch.where(mask > 0, batch[name], x).masked_fill(padding, 0.0)
     batch["token_advantages"][:, 1] = 0.0
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
-    batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out (lp_reg)
     batch |= {"mask": mask, "advantages": A[:, 0]}
     top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
     batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
@@ -199,7 +198,6 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "token_advantages": A if A.dim() == 2 else A[:, None].expand_as(mask),  # ppo
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
-        "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
         "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
         "top_logp": logp.new_zeros(*logp.shape, 0),  # centred

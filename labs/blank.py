@@ -25,14 +25,13 @@ EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
 # Parts of a loss, which are removed, too.
 PARTS = tuple(
-    """k3 sequence_ratio gates gate_widths temperatures importance_weight phi log_proxy_ratio
-    correction""".split()
+    "k3 sequence_ratio gates gate_widths temperatures importance_weight phi correction".split()
 )
 HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
 # Easy exercises are small. Hard ones have a catch, or need a close reading of the file's header.
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
-HARD = "maspo vcpo deep_grpo stapo icepop lp_reg rank_advantages"
+HARD = "maspo vcpo deep_grpo stapo icepop rank_advantages"
 
 
 def single() -> dict[str, ast.FunctionDef]:
