@@ -92,6 +92,8 @@ def setup() -> World:
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more threads pay only above 10M parameters
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # the others may never be started
+        say(f"rank {rank} of {size} waits for the others at {os.environ['MASTER_ADDR']}")
     with blame(f"rank {rank} of {size} cannot join the others"):
         if alone:  # this store needs no port, which another program could have taken
             store = dist.HashStore()
