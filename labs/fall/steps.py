@@ -43,7 +43,7 @@ def measured(module: ModuleType, length: float) -> None:
                 last["start"] = before
             super().step()
             size = distance(weights, before)
-            if length:
+            if length and size > 0:  # with a first gradient of 0 there is no direction yet
                 for weight, old in zip(weights, before):
                     weight.copy_(old + (weight - old) * (length / size))
                 size = distance(weights, before)

@@ -157,9 +157,9 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
 
 def test_measured_updates_train_alike_and_have_their_length():
     """Without `--length` a run is the same as an unmeasured one. With it each update has it, and
-    two updates go no further than twice as far."""
+    two updates go no further than twice as far. A first gradient of 0 moves nothing."""
     words = "grpo.py --steps 2 --prompts_per_step 4 --minibatches 2 --eval_problems 4"
-    names = ("reward", "grad_norm", "greedy", "update", "signal", "way")
+    names = ("reward", "grad_norm", "greedy", "update", "signal", "way", "zero_groups")
     plain = lab.trained(words, 1, names)
     measured = lab.trained(f"-m labs.fall.steps {words}", 1, names)
     for name in ("reward", "grad_norm", "greedy"):
@@ -167,6 +167,9 @@ def test_measured_updates_train_alike_and_have_their_length():
     assert (measured["signal"] > 0).all() and (measured["signal"] <= 1).all()
     fixed = lab.trained(f"-m labs.fall.steps --length 0.02 {words}", 1, names)
     assert fixed["update"] == pytest.approx(0.02, rel=1e-3) and 0 < fixed["way"][0] <= 0.0401
+    equal = "grpo.py --steps 1 --prompts_per_step 1 --group_size 2 --minibatches 1"  # rewards
+    still = lab.trained(f"-m labs.fall.steps --length 0.02 {equal} --eval_problems 4", 1, names)
+    assert still["zero_groups"] == still["way"] + 1 == [1.0]
 
 
 def test_means_and_moves_of_weights():
