@@ -95,9 +95,10 @@ FRESH = {8: 1, 32: 4, 128: 16}  # new responses an update -> prompts
 LENGTH, COUNT = 0.058, 160  # of updates
 MEANS = {"true rewards": "-m labs.fall.mean grpo.py"}
 MEANS[SHUFFLE] = f"{MEANS['true rewards']} --shuffled"
-# The same with other losses. vcpo.py trains on responses of the step before.
-OTHERS = [f"{name}.py" for name in ("gspo", "sapo", "stapo", "maspo", "minirl")]
-OTHERS += ["grpo.py --beta 0", "vcpo.py --lag 1 --steps 11 --prompts_per_step 16"]
+# The same with other losses
+OTHERS = {name: f"{name}.py" for name in ("gspo", "sapo", "stapo", "maspo", "minirl")}
+OTHERS["vcpo"] = "vcpo.py --lag 1 --steps 11 --prompts_per_step 16"
+OTHERS["grpo without KL term"] = "grpo.py --beta 0"
 SIZES = (1, 2, 4, 8)  # runs in a mean
 STEPS, POINTS = 40, (5, 15)
 MEANT = ("start", "each", "mean2", "mean4", "mean8", "noise", "shared", "random")
@@ -113,9 +114,9 @@ ARMS, DAMAGE, COLUMNS = {}, {}, {}
 for name, command in MEANS.items():
     ARMS[f"mean: {name}"] = command
     COLUMNS[f"mean: {name}"] = MEANT
-for command in OTHERS:
-    ARMS[f"mean: {command}"] = f"-m labs.fall.mean {command}"
-    COLUMNS[f"mean: {command}"] = MEANT
+for name, command in OTHERS.items():
+    ARMS[f"mean: {name}"] = f"-m labs.fall.mean {command}"
+    COLUMNS[f"mean: {name}"] = MEANT
 for point in POINTS:
     for name, (flags, damage) in (RESUMED | (NOISE if point == POINTS[0] else {})).items():
         fork = f"grpo.py --resume --back_to {point} --steps {STEPS} --save_every 40 --keep 8"
@@ -211,11 +212,10 @@ def rows(results: dict) -> list[list[str]]:
         runs = results[fresh(responses)]
         far = lab.cell([{"x": run["way"][-1]} for run in runs], "x")
         table.append([str(responses), end(runs), far])
-    table += [[""] * 3, ["file and flags", "1 run", "mean of 8"]]
-    for command in OTHERS:
-        runs = results[f"mean: {command}"]
-        cells = [lab.cell(pooled(runs, name), "x") for name in ("each", "mean8")]
-        table.append([command, *cells])
+    table += [[""] * 3, ["loss", "1 run", "mean of 8"]]
+    for loss in OTHERS:
+        runs = results[f"mean: {loss}"]
+        table.append([loss, *(lab.cell(pooled(runs, name), "x") for name in ("each", "mean8"))])
     return table
 
 
