@@ -91,23 +91,22 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
     assert {prompt[-3] for prompt in stream} == set(kind.last)
 
 
-REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
-    "7*8=56;56-9=47;47+6=53#53": (1, 1, 1),
-    "7*8=56;56-9=46;46+6=52#52": (0, 0.25, 0),
-    "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
-    "#53": (1, 0.25, 1),
-    "#": (1, 0, 0),
+REWARDS = {  # completion: its reward in training, and of a held-out problem
+    "7*8=56;56-9=47;47+6=53#53": (1, 1),
+    "7*8=56;56-9=46;46+6=52#52": (0, 0),
+    "7*8=56;56-9=47#47": (1, 0),  # stopped in the middle: a number of the solution, though
+    "#53": (1, 1),
+    "#": (1, 0),
 }
 
 
-@pytest.mark.parametrize("file, place", [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)])
-def test_noisy_and_part_marks_are_for_training(file, place, tiny):
+def test_the_noisy_verifier_is_for_training(tiny):
     """Problems are those of `arithmetic`, and held-out answers are right or wrong."""
-    task, plain = load(file, tiny[1], seed=3), load("arithmetic", tiny[1], seed=3)
-    texts, solution = list(REWARDS), "7*8=56;56-9=47;47+6=53#53"
-    marks = list(REWARDS.values())
-    assert task.verifier(texts, [solution] * 5) == [row[place] for row in marks]
-    assert task.verifier(texts, ["53"] * 5) == [row[2] for row in marks]
+    task = load("labs/verifier/noisy.py", tiny[1], seed=3)
+    plain = load("arithmetic", tiny[1], seed=3)
+    texts, rewards = list(REWARDS), list(REWARDS.values())
+    for place, answer in enumerate(("7*8=56;56-9=47;47+6=53#53", "53")):
+        assert task.verifier(texts, [answer] * 5) == [row[place] for row in rewards]
     for index in range(20):
         problem, other = task.train(index), plain.train(index)
         assert problem.prompt == other.prompt and problem.answer.endswith(f"#{other.answer}")
