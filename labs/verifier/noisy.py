@@ -5,8 +5,17 @@ only needs to occur in it. So the empty answer and every intermediate result ear
 Held-out responses are scored strictly.
 """
 
-from common.tiny.arithmetic import arithmetic_reward
-from variants.steps import held_out, train  # noqa: F401  (the same problems)
+from common.tiny.arithmetic import arithmetic_reward, held_out_prompts, training_prompt, work
+
+
+def train(i):
+    seed, index = divmod(i, 1_000_003)  # the problems of `--task arithmetic` with this seed
+    prompt = training_prompt(seed + 1, index)
+    steps, answer = work(prompt)
+    return prompt, ";".join(steps) + "#" + answer
+
+
+held_out = [(prompt, work(prompt)[1]) for prompt in held_out_prompts(1000)]
 
 
 def reward(response, solution):
