@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers import SMALL, run_here
 
 
-HEADS = [(1, Head()), (1, Head(0.7)), (5, Head(0.7)), (5, Head(0.7, cap=2.0))]
+PLACES = [(1, Head()), (1, Head(0.7)), (5, Head(0.7)), (5, Head(0.7, cap=2.0))]
 
 
-@pytest.mark.parametrize(("K", "head"), HEADS)
+@pytest.mark.parametrize(("K", "head"), PLACES)
 def test_token_logprobs_equal_the_plain_formula(monkeypatch, K, head):
     """Value, entropy and both gradients are equal: over several blocks with a ragged last one; for
     one token at each place, or for five, one of them twice; and with a soft cap."""
