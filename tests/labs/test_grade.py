@@ -23,12 +23,6 @@ BY_TIME = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def allowance(monkeypatch):
-    """The grader allows for float32, once it has judged a check; no other file's tests do."""
-    monkeypatch.setattr(harness, "ROUNDING", 1e-6)
-
-
 def solution(name: str) -> str:
     """Return the true file, or the blank of one function of exercises.py, filled in."""
     if name in PATHS:
@@ -161,8 +155,9 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", ["grpo", "goldilocks"])
-def test_wrong_losses_fail_and_right_ones_pass(name):
+def test_wrong_losses_fail_and_right_ones_pass(name, monkeypatch):
     """This is so without the check of the metrics."""
+    monkeypatch.setattr(harness, "ROUNDING", 1e-6)  # the grader's
     known = checks.of("grpo")[1]
     of_the_loss = {check.__name__ for check in grade.checks_of("grpo")} - {"check_statistics"}
     every = [check for check in checks.of(name)[0] if check.__name__ in of_the_loss]
