@@ -20,7 +20,7 @@ from common.clock import SECONDS, wait_for_gpu
 from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
-from common.metrics import Means
+from common.metrics import Means, heat
 from common.records.checkpoint import how_to_continue
 from common.records.curves import draw_run
 from common.records.files import append, new_folder, read_lines, saved_config, write
@@ -35,6 +35,8 @@ FIRST = 3  # steps after which a run says whether rewards have differed at all
 # The largest mean |log π_old - log μ| that we accept, by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
 SHOWN = ("reward", "greedy", "tokens_per_s")  # metrics on the progress bar
+# What the heat of a run does to a model on which it has been measured (labs/heat)
+LEVELS = {"tiny": " (this model keeps what it learns up to 3.6e-4, and loses half at 8e-4)"}
 
 
 class Run:
@@ -129,6 +131,7 @@ class Run:
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
             f"steps {done + 1} to {args.steps}; results in {self.folder}",
+            f"heat {heat(args.lr, args):.2g}{LEVELS.get(args.model, '')}",
         )
         SECONDS["load"] += time.perf_counter() - self.since - sum(SECONDS.values())
 
@@ -166,6 +169,8 @@ class Run:
         example = metrics.pop("example", None)
         self.note("samples.jsonl", self.samples.collect(step, example, minibatches))
         line = {"step": step} | metrics | self._seconds()
+        if "lr" in metrics:
+            line["heat"] = heat(metrics["lr"], self.args)
         line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
         self.done = step
         self.stopping = self.world.stop.anywhere(self.world)

@@ -18,7 +18,7 @@ import torch
 from common.cli import BadInput, broken_rule
 from common.launch import parse
 from labs import lab
-from labs.fall.mean import length, mean, minus, moved
+from labs.heat.mean import between, distance, mean
 
 import checks
 from tests.helpers import ROOT, module_of
@@ -94,10 +94,8 @@ def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     for command in LABS[name].ARMS.values():
         words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
-        if file == "labs.fall.mean":  # its flags are not a file's
+        if file == "labs.heat.mean":  # its flags are not a file's
             continue
-        if file.startswith("labs."):  # a module that runs a file: `labs.fall.steps grpo.py`
-            file = next(word for word in words if word.endswith(".py"))
         own = words[words.index(file) + 1 :]  # after a stress's name, if there is one
         begin = next(place for place, word in enumerate(own) if word.startswith("--"))
         monkeypatch.setattr(sys, "argv", [file, *own[begin:]])
@@ -155,31 +153,14 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     assert run["stopped"].endswith("disagree") and run["greedy"].tolist() == [0.25]
 
 
-def test_measured_updates_train_alike_and_have_their_length():
-    """Without `--length` a run is the same as an unmeasured one. With it each update has it, and
-    two updates go no further than twice as far. A first gradient of 0 moves nothing."""
-    words = "grpo.py --steps 2 --prompts_per_step 4 --minibatches 2 --eval_problems 4"
-    names = ("reward", "grad_norm", "greedy", "update", "signal", "way", "zero_groups")
-    plain = lab.trained(words, 1, names)
-    measured = lab.trained(f"-m labs.fall.steps {words}", 1, names)
-    for name in ("reward", "grad_norm", "greedy"):
-        assert measured[name].tolist() == plain[name].tolist()
-    assert (measured["signal"] > 0).all() and (measured["signal"] <= 1).all()
-    fixed = lab.trained(f"-m labs.fall.steps --length 0.02 {words}", 1, names)
-    assert fixed["update"] == pytest.approx(0.02, rel=1e-3) and 0 < fixed["way"][0] <= 0.0401
-    equal = "grpo.py --steps 1 --prompts_per_step 1 --group_size 2 --minibatches 1"  # rewards
-    still = lab.trained(f"-m labs.fall.steps --length 0.02 {equal} --eval_problems 4", 1, names)
-    assert still["zero_groups"] == still["way"] + 1 == [1.0]
-
-
 def test_means_and_moves_of_weights():
     start = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[0.0]])}
-    runs = [{"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([[2.0]])}, start]
-    middle = mean(runs)
+    end = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([[2.0]])}
+    middle = mean([end, start])
     assert middle["a"].tolist() == [1, 3] and middle["b"].tolist() == [[1]]
-    there = moved(start, minus(middle, start), 5.0)
-    assert length(minus(there, start)) == pytest.approx(5.0)
-    assert there["a"][0] == 1 and there["a"][1] - 2 == there["b"][0, 0]
+    assert distance(end, start) == pytest.approx(8**0.5)
+    there = between(start, end, 0.25)
+    assert there["a"].tolist() == [1, 2.5] and there["b"].tolist() == [[0.5]]
 
 
 def test_tokens_are_counted_up_to_each_evaluation():

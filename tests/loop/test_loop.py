@@ -106,6 +106,8 @@ def check_loop(name: str, found: list[Record]) -> None:
                 pairs.setdefault(metric, []).append([float(x or 0) for x in pair])
         assert all(map(torch.equal, first.synced[step], first.updates[step * M]["parameters"]))
         line = first.metrics[1 + step]
+        prompts = P / M  # of a mini-batch, on all ranks
+        assert line["heat"] == pytest.approx(seen["lr"][0] * ((1 + 13 / G) / prompts) ** 0.5)
         for metric, every in pairs.items():
             totals, counts = map(sum, zip(*every))
             if metric.endswith("_max"):

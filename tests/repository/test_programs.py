@@ -88,8 +88,7 @@ def test_the_cells_of_the_notebook_run(copy):
 
 WRONG_CALLS = """
 labs.blank nope
-labs.fall.mean grpo.py --runs 1
-labs.fall.steps README.md
+labs.heat.mean grpo.py --runs 1
 labs.fork --seeds 0
 labs.race grpo.py nope
 labs.race nano.py

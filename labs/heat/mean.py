@@ -1,8 +1,8 @@
 """Train runs that fall from one model, and measure the mean of their weights.
 
-    python -m labs.fall.mean grpo.py --runs 4     # two minutes on one core
-    python -m labs.fall.mean grpo.py --shuffled   # eight runs without a signal
-    python -m labs.fall.mean gspo.py --lr 3e-4
+    python -m labs.heat.mean grpo.py --runs 4     # two minutes on one core
+    python -m labs.heat.mean grpo.py --shuffled   # eight runs without a signal
+    python -m labs.heat.mean gspo.py --lr 3e-4
 
 All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
 rate. Each then takes ten more such steps with a seed of its own, so with other prompts and other
@@ -14,12 +14,10 @@ noise. Each number is greedy accuracy on the held-out problems:
     start      the weights that all runs share
     each       every run's own
     mean2, mean4, ...   means of the weights of 2 runs, of 4, ...: disjoint sets of them
-    noise      the start, moved along what two runs do not share, to the distances of DISTANCES
-    shared     the start, moved along the mean of all runs
-    random     the start, moved in a random direction
+    back       every run, moved straight back towards the start until it is as near as the mean of
+               all runs is: what a mean gains by being nearer, without averaging
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -47,7 +45,6 @@ MEASURE = "--eval_every 1000 --eval_samples 1 --eval_problems 8"  # as little as
 SCORED = "rollout.advantages = advantages(rewards).flatten()"
 SHUFFLED = "rollout.advantages = advantages(rewards)"
 SHUFFLED += ".gather(1, torch.rand(P, G).argsort(1)).flatten()"
-DISTANCES = (0.36, 0.73, 1.1, 1.45, 2.2, 2.9)  # ‖Δθ‖; a run of ten steps ends at about 2.9
 
 
 def train(command: str, seed: int, folder: Path, shuffled: bool = False) -> dict[str, Tensor]:
@@ -60,13 +57,9 @@ def train(command: str, seed: int, folder: Path, shuffled: bool = False) -> dict
         file = folder / Path(file).name
         file.write_text(text, encoding="utf-8")
     words = [file, *flags, "--seed", seed, "--run_dir", folder / "run"]
-    ended = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command_line = [sys.executable, *map(str, words)]
+    pipes = {"capture_output": True, "text": True}
+    ended = subprocess.run(command_line, cwd=ROOT, env=environment, **pipes)
     if ended.returncode:
         raise BadInput(f"{command}: {ended.stderr.splitlines()[-1]}")
     return load_file(folder / "run/model/model.safetensors")
@@ -92,51 +85,39 @@ def mean(runs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([run[name] for run in runs]).mean(0) for name in runs[0]}
 
 
-def moved(start: dict, direction: dict, distance: float) -> dict[str, Tensor]:
-    """Move the weights by a distance ‖Δθ‖ along a direction."""
-    scale = distance / length(direction)
-    return {name: start[name] + scale * direction[name] for name in start}
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return ‖a - b‖ over all weights."""
+    return torch.stack([(a[name] - b[name]).norm() for name in a]).norm().item()
 
 
-def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Subtract weights."""
-    return {name: a[name] - b[name] for name in a}
+def between(start: dict[str, Tensor], end: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Go this share of the straight way from one model's weights to another's."""
+    return {name: start[name] + share * (end[name] - start[name]) for name in start}
 
 
-def length(direction: dict[str, Tensor]) -> float:
-    """Return ‖Δθ‖ over all weights."""
-    return torch.stack([part.norm() for part in direction.values()]).norm().item()
-
-
-def measure(start: dict, runs: list[dict], seed: int) -> dict[str, list[float]]:
-    """Measure the start, each run, means of their weights, and the lines from the start."""
+def measure(start: dict[str, Tensor], runs: list[dict[str, Tensor]]) -> dict[str, list[float]]:
+    """Measure the start, each run, means of their weights, and each run moved back."""
     greedy = Examiner()
-    found = {"start": [greedy(start)], "each": [greedy(run) for run in runs]}
+    measured = {"start": [greedy(start)], "each": [greedy(run) for run in runs]}
     size = 2
     while size <= len(runs):
         sets = [runs[first : first + size] for first in range(0, len(runs) - size + 1, size)]
-        found[f"mean{size}"] = [greedy(mean(chosen)) for chosen in sets]
+        measured[f"mean{size}"] = [greedy(mean(chosen)) for chosen in sets]
         size *= 2
-    found["distance"] = [length(minus(run, start)) for run in runs]
-    found["mean_distance"] = [length(minus(mean(runs), start))]
-    torch.manual_seed(seed)
-    directions = {
-        "noise": minus(runs[0], runs[1]),
-        "shared": minus(mean(runs), start),
-        "random": {name: torch.randn_like(weight) for name, weight in start.items()},
-    }
-    for name, direction in directions.items():
-        found[name] = [greedy(moved(start, direction, far)) for far in DISTANCES]
-    return found
+    near = distance(mean(runs), start)
+    measured["back"] = []
+    for run in runs:
+        share = near / distance(run, start)
+        measured["back"].append(greedy(between(start, run, share)))
+    return measured
 
 
 def main() -> None:
-    parser = arguments(__doc__, "labs.fall.mean")
+    parser = arguments(__doc__, "labs.heat.mean")
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--runs", type=int, default=8, help="2 or more (default: 8)")
     parser.add_argument("--shuffled", action="store_true", help="advantages shuffled in each group")
     parser.add_argument("--seed", type=int, default=1, help="of the five steps (default: 1)")
-    parser.add_argument("--run_dir", type=Path, help="folder for metrics.jsonl with the numbers")
     words, flags = parser.parse_known_args()
     if words.runs < 2:
         parser.error(f"--runs {words.runs}: must be 2 or more")
@@ -153,15 +134,9 @@ def main() -> None:
                 runs.append(train(fork, seed, folder / str(number), words.shuffled))
         except (BadInput, OSError) as error:
             parser.error(in_one_line(error))
-    found = measure(start, runs, words.seed)
-    for name, values in found.items():
+    measured = measure(start, runs)
+    for name, values in measured.items():
         print(f"{name:14}", *(f"{value:.3f}" for value in values))
-    if words.run_dir:  # in the form of a training run's, which labs.lab reads
-        words.run_dir.mkdir(parents=True)
-        lines = [{"step": n, name: x} for name, xs in found.items() for n, x in enumerate(xs, 1)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (words.run_dir / "metrics.jsonl").write_text(text)
-        (words.run_dir / "summary.json").write_text("{}")
 
 
 if __name__ == "__main__":
