@@ -77,8 +77,8 @@ def test_equal_rewards_are_said_first(points, hint, tmp_path, capsys):
     assert run_here(grpo.main, *flags) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line]
     warned = [number for number, line in enumerate(said) if line.startswith("WARNING")]
-    assert warned == [2, 3] and all(f"{points} on average" in said[n] for n in warned)
-    assert "in 3 steps" in said[2] and "in 4 steps" in said[3] and hint in said[3]
+    assert warned == [3, 4] and all(f"{points} on average" in said[n] for n in warned)
+    assert "in 3 steps" in said[3] and "in 4 steps" in said[4] and hint in said[4]
 
 
 def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path, monkeypatch, capsys):
