@@ -4,6 +4,7 @@ follow: its value, gradient and count on a batch, with several flags, also in mi
 wrote `measures`, its metrics are checked last.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
+    python -m labs.grade mine.py:grpo_loss      judges a loss with any arguments (labs/judge.py)
 
 --exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
 The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. --hint
@@ -118,7 +119,8 @@ def load(source: str, path: Path) -> ModuleType:
     tests = [node for node in tree.body if isinstance(node, ast.If)]
     of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
     of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
-    of_a_run += [node for node in tree.body if ast.unparse(node).startswith("main = ")]  # a variant
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    of_a_run += [node for node in assigned if ast.unparse(node).startswith("main = ")]  # a variant
     tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
@@ -334,18 +336,24 @@ def report(failed: dict[Check | None, Verdict], held: int, every: list[Check]) -
 
 def main() -> int:
     parser = arguments(__doc__, "labs.grade")
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", metavar="FILE[:FUNCTION]")
     parser.add_argument("--hint", action="store_true")
     parser.add_argument("--exercise", metavar="NAME", help="which one FILE is meant to be")
     words = parser.parse_args()
     if sys.flags.optimize:
         parser.error("python -O and PYTHONOPTIMIZE remove the checks: run without them")
+    file, _, function = words.file.partition(":")
+    path = Path(file)
     try:
-        source = read(words.file)
-        name = exercise_of(words.file, source, words.exercise)
+        source = read(path)
+        if function:
+            from labs import judge  # which imports this file
+
+            return judge.judge(path, source, function)
+        name = exercise_of(path, source, words.exercise)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
-    failed, held = grade(name, words.file, source)
+    failed, held = grade(name, path, source)
     every = checks_of(name)
     for check, found in [*failed.items()]:
         if found.reason == NO_MEASURES:  # `measures` is an exercise of its own
