@@ -128,7 +128,7 @@ def arguments(function: Callable) -> dict[str, str]:
     for name, parameter in inspect.signature(function).parameters.items():
         what, default = meaning(name), parameter.default
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        usual = is_number and (default >= 0.01 or default == 0 and what == "beta")
+        usual = is_number and (0.01 <= default < 1 or what in ("beta", "group", "max_new_tokens"))
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if what and (default in (None, parameter.empty) or what in NUMBERS and usual):
@@ -345,7 +345,7 @@ def nearest(part: Part, candidates: list[Ours], mask: Tensor) -> Match:
 
 def described(match: Match) -> str:
     """Write which of our losses a match is, with its mean and flags."""
-    flags = {key: x for key, x in match.ours.flags.items() if key != "beta"}
+    flags = {key: x for key, x in match.ours.flags.items() if key not in ("beta", "log_square")}
     name = f"{match.ours.name}.py"
     if name == "centred.py":
         name = "REINFORCE (Â log π)"
@@ -409,10 +409,12 @@ def verdict(objective: Match, kl: Match | None, changes: list[str]) -> str:
 
 def settings_of(loss: Callable[[dict], Part], columns: dict, asked: set[str]) -> list[dict]:
     """Return flags for our losses: those that a loss was given, or usual ones, and its own clip."""
-    flags = {"beta": 1.0} | {what: NUMBERS[what] for what in asked & NUMBERS.keys()}
+    flags = {"beta": 1.0, "log_square": 1.0} | {
+        what: NUMBERS[what] for what in asked & NUMBERS.keys()
+    }
     low, high, cap = bounds(loss, columns)
-    if 0 < cap < 50:
-        flags = {"is_cap": round(float(cap), 6)} | flags
+    if cap > 0:  # 1e9: none
+        flags = {"is_cap": round(float(cap), 6) if cap < 50 else 1e9} | flags
     clips = [(0.2, 0.2), (0.2, 0.28)]
     if asked & {"clip", "clip_low", "clip_high"}:
         clips = [(NUMBERS["clip"], NUMBERS["clip_high" if "clip_high" in asked else "clip"])]
@@ -466,7 +468,7 @@ def judge(path: Path, source: str, name: str) -> int:
             changes.append("KL of the wrong sign")
         if kl.ours.by_length != best.ours.by_length:
             changes.append("KL with another mean than the objective")
-        elif "beta" in asked and not changes and abs(kl.times / best.times - 1) > 1e-3:
+        elif "beta" in asked and not {1.0, round(best.times, 3)} & {round(kl.times, 3)}:
             changes.append(f"KL with another β than the {NUMBERS['beta']} that it was given")
     elif "ref_logp" in asked:
         if rest.value.abs() > 1e-9:

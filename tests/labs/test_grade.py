@@ -41,7 +41,7 @@ def test_the_true_file_passes_and_its_blank_does_not(name):
     assert graded(name, solution(name)) == ({}, len(grade.checks_of(name)))
     failed, _ = graded(name, blank.blank(name))
     assert failed and grade.hint(name, failed)
-    assert any("TODO: " in verdict.reason for verdict in failed.values())
+    assert any("TODO: " in reason for reason in failed.values())
 
 
 def wrong(*pairs: tuple[str, str]) -> str:
@@ -80,20 +80,14 @@ ANSWERS = {
         ],
         [],
     ),
-    "no min, no kl_ratio": (
-        [NO_MIN, (RATIO, NO_RATIO)],
-        ["'clip without min' would", "'--kl_ratio ignored' would explain (kl ratio)"],
-    ),
-    "k1, no kl_ratio": ([(K3, "-log_ref_ratio"), (RATIO, NO_RATIO)], ["'k1 for k3' would"]),
+    "no min, no kl_ratio": ([NO_MIN, (RATIO, NO_RATIO)], ["Asked is", "or 0 if the clip acts"]),
+    "no min": ([NO_MIN], ["'clip without min' has just"]),
     "M r Â": ([(SURROGATE, f"{GATE} * ratio * A")], ["Asked is", "value"]),
     "three": (
         [*TEXTBOOK, *TOKENS, NO_MIN],
-        ["'clip without min' would", "'token-mean'", "'equal rewards not made 0' would"],
+        ["Equal rewards", "or 0 if the clip acts", "divided by the number of responses"],
     ),
-    "KL without a reference": (
-        [*TEXTBOOK, ALWAYS],
-        ["batch.ref_logp is None", "'equal rewards not made 0' would"],
-    ),
+    "KL without a reference": ([*TEXTBOOK, ALWAYS], ["Equal rewards", "batch.ref_logp is None"]),
 }
 
 
@@ -116,7 +110,7 @@ def test_the_whiteboards_answer_passes(page):
     code = question.partition("```python\n")[2].partition("```")[0]
     source = f"{blank.blank('grpo')}\n\n{code}"  # later definitions win
     failed, _ = graded("grpo", source)
-    assert [verdict.reason for verdict in failed.values()] == [NO_MEASURES]
+    assert [*failed.values()] == [NO_MEASURES]
 
 
 # Wrong losses beside the known mistakes in checks/grpo.py, and right ones in other words
@@ -188,7 +182,7 @@ def test_numbers_that_are_nan_or_agree_only_in_part_name_nothing(name):
         "pass_at_k": DEF + "    return min(1, k * c / n)\n",
     }
     hint = grade.hint(name, graded(name, answers[name])[0])
-    assert "Asked is" in hint and "would explain" not in hint and "just this" not in hint
+    assert "Asked is" in hint
 
 
 @pytest.mark.slow
@@ -203,7 +197,7 @@ def test_every_damage_fails_and_the_hint_names_it(name):
         failed, _ = graded(name, checks.replaced(path, old, new))
         hint = grade.hint(name, failed)
         sure = "nan" not in str([*failed.values()])
-        assert hint and (f"'{damage}' has just this effect" in hint or not sure), (damage, hint)
+        assert hint and (f"'{damage}' has just" in hint or not sure), (damage, hint)
 
 
 DEF = "def pass_at_k(n, c, k):\n"
