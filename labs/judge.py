@@ -79,6 +79,7 @@ MORE = {
     "a dual clip at 3": (SURROGATE, f"torch.where(A < 0, {SURROGATE}.maximum(3 * A), {SURROGATE})"),
     "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
 }
+NO_CAP = 1e9
 DIVIDED = "grpo gspo sapo vcpo icepop goldilocks signs".split()  # their sums divide by |y|
 SHAPES = {"[N]": (9,), "[N, 1]": (9, 1), "[N, T]": (9, 7)}
 REWARDS = torch.tensor([[1.0, 0, 0], [1e-4, 0, 2e-4], [0.5, 2, -1], [1, 1, 0]]).double()  # [P, G]
@@ -261,41 +262,34 @@ def modules() -> list[tuple[str, str, ModuleType]]:
     return found
 
 
-def all_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list[Ours]]:
+def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list[Ours]]:
     """Return the objectives and the KL terms of our losses, under each of the settings and the
     words of CASES: as they are, with each known change, and with the other mean (over responses or
     over tokens)."""
     A, n = columns["advantages"], columns["mask"].sum(1)
-    whitened = {"Â whitened again": A - A.mean(), "Â whitened by tokens": A - A @ n / n.sum()}
     objectives, rests, others = [], [], []
-    for name, change, module in modules():
-        cases = [{}] if change else [{}, *importlib.import_module(f"checks.{name}").CASES]
-        batches = {change: A} if change else {"": A} | whitened
-        by_length = name in DIVIDED
-        for case, setting, what in itertools.product(cases, settings, batches):
+    for setting, (name, change, module) in itertools.product(settings, modules()):
+        cases, batches = [{}], {change: A}
+        if not change:
+            cases += importlib.import_module(f"checks.{name}").CASES
+            batches["Â whitened again"] = A - A.mean()
+        for case, what in itertools.product(cases, batches):
             flags = {key: x for key, x in case.items() if isinstance(x, str | bool)} | setting
             flags = {key: x for key, x in flags.items() if hasattr(module.Args(), key)}
             args = replace(module.Args(), **flags)
             loss = functools.partial(house, module, args)
             moved = columns | {"advantages": batches[what]}
-            count = float(terms(module, args, **moved)[1])
             objective, rest = without_advantages(loss, moved)
-            objectives.append(Ours(name, flags, what, objective, by_length, count))
-            rests.append(Ours(name, flags, what, rest, by_length, count))
-            scaled = moved | {"advantages": batches[what] * (n if by_length else 1 / n)}
-            objective, _ = without_advantages(loss, scaled)
-            others.append(Ours(name, flags, what, objective, not by_length, count))
-    return distinct(objectives + others), distinct(rests)
-
-
-def distinct(losses: list[Ours]) -> list[Ours]:
-    """Drop losses whose numbers an earlier one has, and those without any."""
-    found = {}
-    for one in losses:
-        if one.part.weights.any() and one.part.weights.isfinite().all():
-            numbers = [x.float().tolist() for x in one.part]
-            found.setdefault(str((numbers, one.by_length, one.count)), one)
-    return list(found.values())
+            by_length = getattr(args, "length_norm", name in DIVIDED)
+            ours = Ours(
+                name, flags, what, objective, by_length, float(terms(module, args, **moved)[1])
+            )
+            objectives.append(ours)
+            rests.append(ours._replace(part=rest))
+            moved["advantages"] = batches[what] * (n if by_length else 1 / n)
+            objective, _ = without_advantages(loss, moved)
+            others.append(ours._replace(part=objective, by_length=not by_length))
+    return objectives + others, rests
 
 
 def mean_of(factor: float, ours: Ours, mask: Tensor) -> tuple[str, float]:
@@ -317,7 +311,7 @@ def compare(part: Part, ours: Ours, mask: Tensor) -> Match | None:
     """Compare a judged part with one of ours, up to the factor under which most tokens agree."""
     there = ours.part.weights
     both = (there != 0) & (part.weights.abs() > 1e-7 * part.weights.abs().max())
-    if not both.any():
+    if not both.any() or not there.isfinite().all():
         return None
     quotients = (part.weights / there)[both]
     alike = (quotients[:, None] - quotients).abs() < 1e-4 * quotients.abs()
@@ -341,23 +335,6 @@ def nearest(part: Part, candidates: list[Ours], mask: Tensor) -> Match:
     matches = [compare(part, ours, mask) for ours in candidates]
     matches = [match for match in matches if match and (match.exact or not match.ours.change)]
     return min(matches, key=lambda match: match.rank)
-
-
-def described(match: Match) -> str:
-    """Write which of our losses a match is, with its mean and flags."""
-    flags = {key: x for key, x in match.ours.flags.items() if key not in ("beta", "log_square")}
-    name = f"{match.ours.name}.py"
-    if name == "centred.py":
-        name = "REINFORCE (Â log π)"
-    if name == "justrl.py" and match.mean.startswith("sum / (N"):
-        name = "dr_grpo.py"
-    words = [match.mean] if match.exact else []
-    if match.exact and abs(match.times - 1) > 1e-3:
-        words.append(f"times {match.times:.4g}")
-    if "clip_low" in flags:
-        words.append(f"clip {flags.pop('clip_low'):g}/{flags.pop('clip_high'):g}")
-    words += [f"{key} {x}" for key, x in flags.items()]
-    return f"{name} ({', '.join(words)})"
 
 
 def table(match: Match, right: Tensor, columns: dict[str, Tensor]) -> Iterator[str]:
@@ -387,16 +364,31 @@ def table(match: Match, right: Tensor, columns: dict[str, Tensor]) -> Iterator[s
             yield f"{kind:16} {count}, {token}: its weight is {found:.3g}, not {wanted:.3g}"
 
 
+def described(match: Match, words: list[str]) -> str:
+    """Write which of our losses a match is, with its mean and flags."""
+    name, flags = match.ours.name, dict(match.ours.flags)
+    if name == "justrl" and match.mean.startswith("sum / (N"):
+        name = "dr_grpo"
+    for flag in ("beta", "log_square"):  # of the KL term
+        flags.pop(flag, None)
+    if flags.get("is_cap") == NO_CAP:
+        flags["is_cap"] = "none"
+    if "clip_low" in flags:
+        words.append(f"clip {flags.pop('clip_low'):g}/{flags.pop('clip_high'):g}")
+    words += [f"{key} {x}" for key, x in flags.items()]
+    return f"{name}.py ({', '.join(words)})".replace("centred.py", "REINFORCE, Â log π,")
+
+
 def verdict(objective: Match, kl: Match | None, changes: list[str]) -> str:
     """Say in one line which of our losses it is."""
-    what = described(objective)
+    times = [f"times {objective.times:.4g}"] if abs(objective.times - 1) > 1e-3 else []
+    what = described(objective, [objective.mean, *times] if objective.exact else [])
     if kl:
-        of = "the KL term k3" if "grpo" in kl.ours.name else f"the term of {kl.ours.name}.py"
-        of += " times r" if kl.ours.flags.get("kl_ratio") else ""
+        term = "the KL term k3" if "grpo" in kl.ours.name else f"the term of {kl.ours.name}.py"
+        term += " times r" if kl.ours.flags.get("kl_ratio") else ""
         beta = kl.times * kl.ours.flags.get("beta", 1.0)
-        what += f" with {of} ({kl.mean}, β {beta:.4g})"
-    exact = objective.exact and (kl is None or kl.exact)
-    if not exact:
+        what += f" with {term} ({kl.mean}, β {beta:.4g})"
+    if not (objective.exact and (kl is None or kl.exact)):
         return f"NONE of our losses. The nearest is {what}."
     if changes:
         return f"CHANGED: the loss of {what}, except for this: {'; '.join(changes)}."
@@ -404,23 +396,34 @@ def verdict(objective: Match, kl: Match | None, changes: list[str]) -> str:
         return f"NEGATED: minus the loss of {what}. An optimiser minimises, so return minus this."
     if objective.same_value and (kl is None or kl.same_value):
         return f"RIGHT: the loss of {what}, in value and gradient."
-    return f"RIGHT in its gradient, which is that of {what}. Its value is another one."
+    return f"RIGHT: the gradient is that of {what}. The value is another one."
 
 
 def settings_of(loss: Callable[[dict], Part], columns: dict, asked: set[str]) -> list[dict]:
     """Return flags for our losses: those that a loss was given, or usual ones, and its own clip."""
-    flags = {"beta": 1.0, "log_square": 1.0} | {
-        what: NUMBERS[what] for what in asked & NUMBERS.keys()
-    }
     low, high, cap = bounds(loss, columns)
-    if cap > 0:  # 1e9: none
-        flags = {"is_cap": round(float(cap), 6) if cap < 50 else 1e9} | flags
+    flags = {"beta": 1.0, "log_square": 1.0}
+    if cap > 0:
+        flags["is_cap"] = round(float(cap), 6) if cap < 50 else NO_CAP
+    flags |= {what: NUMBERS[what] for what in asked & NUMBERS.keys()}
     clips = [(0.2, 0.2), (0.2, 0.28)]
     if asked & {"clip", "clip_low", "clip_high"}:
         clips = [(NUMBERS["clip"], NUMBERS["clip_high" if "clip_high" in asked else "clip"])]
     if low.isfinite() and high.isfinite():
         clips.append((round(1 - float(low), 6), round(float(high) - 1, 6)))
     return [flags | {"clip_low": below, "clip_high": above} for below, above in clips]
+
+
+def kl_changes(kl: Match, objective: Match, asked: set[str]) -> list[str]:
+    """Say what is unusual about a KL term."""
+    changes = [change if "KL" in change else f"KL: {change}" for change in kl.changes]
+    if kl.factor * objective.factor < 0:
+        changes.append("KL of the wrong sign")
+    if kl.ours.by_length != objective.ours.by_length:
+        changes.append("KL with another mean than the objective")
+    elif "beta" in asked and round(kl.times, 3) not in (1.0, round(objective.times, 3)):
+        changes.append(f"KL with another β than the {NUMBERS['beta']} that it was given")
+    return changes
 
 
 def judge(path: Path, source: str, name: str) -> int:
@@ -431,11 +434,11 @@ def judge(path: Path, source: str, name: str) -> int:
     except Exception as error:
         raise BadInput(in_words(error, path)) from error
     read = arguments(function)
-    asked = {*read.values()}
+    asked, notes = {*read.values()}, []
     if "rewards" in asked and "logp" not in asked:
         return judge_advantages(function, read, path)
     columns, kinds = tried(function, read, path)
-    n, mask, notes = columns["mask"].sum(1), columns["mask"], []
+    mask = columns["mask"]
     if "mask" not in asked:
         notes.append("It takes no mask: judged on full rows, for which all means agree.")
     if not asked & {"old_logp", "rollout_logp", "ratio", "log_ratio"}:
@@ -446,34 +449,25 @@ def judge(path: Path, source: str, name: str) -> int:
     if "rollout_logp" not in asked:
         columns["rollout_logp"] = columns["old_logp"]
     if "is_branch" in asked:  # deep_grpo.py: T_main / T_branch on branches
-        branch = columns["is_branch"]
+        branch, n = columns["is_branch"], mask.sum(1)
         columns["branch"] = branch * ((1 - branch) @ n) / (branch @ n)
-
-    def loss(data: dict[str, Tensor]) -> Part:
-        return answer(function, read, kinds, data)
-
+    loss = functools.partial(answer, function, read, kinds)
     objective, rest = without_advantages(loss, columns)
     settings = settings_of(loss, columns, asked)
-    objectives, rests = all_of_ours(columns, settings)
+    objectives, rests = parts_of_ours(columns, settings)
     best, kl = nearest(objective, objectives, mask), None
-    changes = [*best.changes]
-    clip = [best.ours.flags.get("clip_low"), best.ours.flags.get("clip_high")]
-    given = [settings[0]["clip_low"], settings[0]["clip_high"]]
-    if best.exact and "clip" in str(asked) and clip not in (given, [None, None]):
-        changes.append(f"it was given the clip {given[0]}/{given[1]}")
+    changes, clip = [*best.changes], {"clip_low", "clip_high"} & best.ours.flags.keys()
+    if "clip" in str(asked) and any(best.ours.flags[x] != settings[0][x] for x in clip):
+        changes.append(
+            f"it was given the clip {settings[0]['clip_low']}/{settings[0]['clip_high']}"
+        )
     if rest.weights.abs().max() > 1e-9:
         kl = nearest(rest, rests, mask)
-        changes += [change if "KL" in change else f"KL: {change}" for change in kl.changes]
-        if kl.factor * best.factor < 0:
-            changes.append("KL of the wrong sign")
-        if kl.ours.by_length != best.ours.by_length:
-            changes.append("KL with another mean than the objective")
-        elif "beta" in asked and not {1.0, round(best.times, 3)} & {round(kl.times, 3)}:
-            changes.append(f"KL with another β than the {NUMBERS['beta']} that it was given")
+        changes += kl_changes(kl, best, asked)
     elif "ref_logp" in asked:
+        notes.append("π_ref is an argument, but no KL term has a gradient.")
         if rest.value.abs() > 1e-9:
             changes.append("KL without gradient")
-        notes.append("π_ref is an argument, but no KL term has a gradient.")
     line = verdict(best, kl, changes)
     say(line)
     if not best.exact or best.changes:
@@ -483,7 +477,7 @@ def judge(path: Path, source: str, name: str) -> int:
     if kl and (not kl.exact or "mask forgotten" in kl.changes):
         say("The weights of the KL term:", *table(kl, kl.ours.part.weights, columns))
     say(*notes, f"Arguments: {', '.join(f'{name} = {what}' for name, what in read.items())}.")
-    return int(not line.startswith("RIGHT:"))
+    return int(not line.startswith("RIGHT"))
 
 
 def rules() -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,5 @@
 """The judge knows our losses in other words, names known mistakes, and calls nothing else one."""
 
-import pytest
 from labs import judge
 
 LOSS = """import torch
