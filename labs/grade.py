@@ -280,6 +280,17 @@ def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> st
     return "\n".join([*paragraphs, textwrap.fill(last, 92)])
 
 
+def judged(path: Path, source: str, function: str) -> int:
+    """Judge a function, and return the exit code. Advice has several lines."""
+    from labs import judge  # which imports this file
+
+    try:
+        return judge.judge(path, source, function)
+    except BadInput as error:
+        print(f"labs.grade: error: {error}", file=sys.stderr)
+        return 2
+
+
 def main() -> int:
     parser = arguments(__doc__, "labs.grade")
     parser.add_argument("file", metavar="FILE[:FUNCTION]")
@@ -293,9 +304,7 @@ def main() -> int:
     try:
         source = read(path)
         if function:
-            from labs import judge  # which imports this file
-
-            return judge.judge(path, source, function)
+            return judged(path, source, function)
         name = exercise_of(path, source, words.exercise)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))

@@ -47,8 +47,8 @@ NAMES = {
     "branch_weight": "branch.*(w|coef|scale)|^lam(bda)?$",
     "is_branch": "branch",
     "is_cap": r"(^|_)cap(_|$)|((is|tis|ratio|weight)_?(max|thres)|max_?(is|ratio|weight))",
-    "clip_high": "(clip|eps).*(hi|up|max|plus|(^|_)h$)",
-    "clip_low": "(clip|eps).*(lo|min|(^|_)l$)",
+    "clip_high": "(clip|eps).*(hi|up|max|plus|_h$)",
+    "clip_low": "(clip|eps).*(lo(w|_|$)|min|_l$)",
     "clip": "^(?!.*(dual|val|_c$|norm|grad|kl|std|adv)).*(clip|eps)",
     "beta": "^beta$|kl_?.*(be|co|we|pen|lam)|(be|co|we|lam).*_kl",
     "tau_pos": "(tau|temp).*pos",
@@ -79,7 +79,9 @@ MORE = {
     "a dual clip at 3": (SURROGATE, f"torch.where(A < 0, {SURROGATE}.maximum(3 * A), {SURROGATE})"),
     "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
 }
+MEANS = ("token-mean", "sum over a response's tokens")  # no changes here, as each mean is named
 NO_CAP = 1e9
+NO_GRADIENT = "no gradient reaches log π through Â: look for detach(), item(), no_grad, tensor(...)"
 DIVIDED = "grpo gspo sapo vcpo icepop goldilocks signs".split()  # their sums divide by |y|
 SHAPES = {"[N]": (9,), "[N, 1]": (9, 1), "[N, T]": (9, 7)}
 REWARDS = torch.tensor([[1.0, 0, 0], [1e-4, 0, 2e-4], [0.5, 2, -1], [1, 1, 0]]).double()  # [P, G]
@@ -190,6 +192,20 @@ def answer(function: Callable, read: dict[str, str], kinds: tuple, columns: dict
     return Part(loss.detach().double().sum(), weights)
 
 
+def of_columns(module: ModuleType) -> tuple[Callable, dict[str, str]]:
+    """Return a file's `policy_loss`, which has our interface, as one of columns and flags."""
+    columns = "logp old_logp rollout_logp ref_logp entropy advantages mask".split()
+    flags = {name: x for name, x in NUMBERS.items() if hasattr(module.Args(), name)}
+
+    def loss(**given: Tensor) -> Tensor:
+        args = replace(module.Args(), **flags)
+        logp, rows = mini_batch(module, args, **{name: given[name] for name in columns})
+        total, count = module.policy_loss(args, logp, rows)
+        return total / count
+
+    return loss, {name: name for name in [*columns, *flags]}
+
+
 def tried(function: Callable, read: dict[str, str], path: Path) -> tuple[dict, tuple]:
     """Return the batch, and the kinds (see `answer`) with which a function runs. Raise BadInput if
     there are none, or if what it returns cannot be judged."""
@@ -203,8 +219,7 @@ def tried(function: Callable, read: dict[str, str], path: Path) -> tuple[dict, t
         if not (value.isfinite() and weights.isfinite().all()):
             raise BadInput("the loss or its gradient is NaN or infinite: look for 0/0 and log of 0")
         if not weights.any():
-            advice = "look for detach(), item(), no_grad, tensor(...)"
-            raise BadInput(f"no gradient reaches log π: {advice}")
+            raise BadInput(NO_GRADIENT)
         return columns, kinds
     raise BadInput(next((e for e in errors if isinstance(e, BadInput)), errors[0]))
 
@@ -255,7 +270,7 @@ def modules() -> list[tuple[str, str, ModuleType]]:
         if "\ndef policy_loss(" in source:
             found.append((name, "", load(source, PATHS[name])))
     for name in PATHS:
-        found += [(name, change, module) for change, module in damages(name)]
+        found += [(name, change, module) for change, module in damages(name) if change not in MEANS]
     for change, (old, new) in MORE.items():
         source = checks.replaced(PATHS["grpo"], old, new)
         found.append(("grpo", change, load(source, PATHS["grpo"])))
@@ -272,7 +287,7 @@ def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list
         cases, batches = [{}], {change: A}
         if not change:
             cases += importlib.import_module(f"checks.{name}").CASES
-            batches["Â whitened again"] = A - A.mean()
+            batches["Â whitened again"] = (A - A.mean()) / A.std()
         for case, what in itertools.product(cases, batches):
             flags = {key: x for key, x in case.items() if isinstance(x, str | bool)} | setting
             flags = {key: x for key, x in flags.items() if hasattr(module.Args(), key)}
@@ -284,7 +299,7 @@ def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list
             ours = Ours(
                 name, flags, what, objective, by_length, float(terms(module, args, **moved)[1])
             )
-            objectives.append(ours)
+            (others if case else objectives).append(ours)
             rests.append(ours._replace(part=rest))
             moved["advantages"] = batches[what] * (n if by_length else 1 / n)
             objective, _ = without_advantages(loss, moved)
@@ -409,7 +424,7 @@ def settings_of(loss: Callable[[dict], Part], columns: dict, asked: set[str]) ->
     clips = [(0.2, 0.2), (0.2, 0.28)]
     if asked & {"clip", "clip_low", "clip_high"}:
         clips = [(NUMBERS["clip"], NUMBERS["clip_high" if "clip_high" in asked else "clip"])]
-    if low.isfinite() and high.isfinite():
+    if low > 0.02 or high < 50:  # a clip was found
         clips.append((round(1 - float(low), 6), round(float(high) - 1, 6)))
     return [flags | {"clip_low": below, "clip_high": above} for below, above in clips]
 
@@ -430,10 +445,14 @@ def judge(path: Path, source: str, name: str) -> int:
     """Print the verdict on a function, and return the exit code."""
     sys.path.insert(0, str(path.parent.resolve()))  # for what the file imports
     try:
-        function = getattr(load(source, path), name)
+        module = load(source, path)
+        function = getattr(module, name)
     except Exception as error:
         raise BadInput(in_words(error, path)) from error
-    read = arguments(function)
+    if name == "policy_loss" and hasattr(module, "Args"):
+        function, read = of_columns(module)
+    else:
+        read = arguments(function)
     asked, notes = {*read.values()}, []
     if "rewards" in asked and "logp" not in asked:
         return judge_advantages(function, read, path)
@@ -453,6 +472,8 @@ def judge(path: Path, source: str, name: str) -> int:
         columns["branch"] = branch * ((1 - branch) @ n) / (branch @ n)
     loss = functools.partial(answer, function, read, kinds)
     objective, rest = without_advantages(loss, columns)
+    if objective.weights.abs().max() < 1e-9:
+        raise BadInput(NO_GRADIENT)
     settings = settings_of(loss, columns, asked)
     objectives, rests = parts_of_ours(columns, settings)
     best, kl = nearest(objective, objectives, mask), None
