@@ -47,9 +47,9 @@ NAMES = {
     "branch_weight": "branch.*(w|coef|scale)|^lam(bda)?$",
     "is_branch": "branch",
     "is_cap": r"(^|_)cap(_|$)|((is|tis|ratio|weight)_?(max|thres)|max_?(is|ratio|weight))",
-    "clip_high": "(clip|eps).*(hi|up|max|plus|_h$)",
-    "clip_low": "(clip|eps).*(lo(w|_|$)|min|_l$)",
-    "clip": "^(?!.*(dual|val|_c$|norm|grad|kl|std|adv)).*(clip|eps)",
+    "clip_high": "(clip|eps).*(hi|up|plus|_h$)|eps.*max",
+    "clip_low": "(clip|eps).*(lo(w|_|$)|_l$)|eps.*min",
+    "clip": "^(?!.*(dual|val|_c$|norm|grad|kl|std|adv|min|max)).*(clip|eps)",
     "beta": "^beta$|kl_?.*(be|co|we|pen|lam)|(be|co|we|lam).*_kl",
     "tau_pos": "(tau|temp).*pos",
     "tau_neg": "(tau|temp).*neg",
@@ -81,6 +81,7 @@ MORE = {
 }
 MEANS = ("token-mean", "sum over a response's tokens")  # no changes here, as each mean is named
 NO_CAP = 1e9
+TOKEN = "r {:.3g}, Â {:.3g}, |y| {:.0f}: its weight is {:.3g}, not {:.3g}"
 NO_GRADIENT = "no gradient reaches log π through Â: look for detach(), item(), no_grad, tensor(...)"
 DIVIDED = "grpo gspo sapo vcpo icepop goldilocks signs".split()  # their sums divide by |y|
 SHAPES = {"[N]": (9,), "[N, 1]": (9, 1), "[N, T]": (9, 7)}
@@ -130,11 +131,13 @@ def arguments(function: Callable) -> dict[str, str]:
     read = {}
     for name, parameter in inspect.signature(function).parameters.items():
         what, default = meaning(name), parameter.default
-        is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        usual = is_number and (0.01 <= default < 1 or what in ("beta", "group", "max_new_tokens"))
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if what and (default in (None, parameter.empty) or what in NUMBERS and usual):
+        usual = what in ("beta", "group", "max_new_tokens")
+        if isinstance(default, float):
+            usual = usual or 0.01 <= default <= 0.5
+        free = default is None or default is parameter.empty
+        if what and (free or what in NUMBERS and usual):
             read[name] = what
         elif default is parameter.empty:
             raise BadInput(WRAPPER.format(name=name))
@@ -166,7 +169,8 @@ def answer(function: Callable, read: dict[str, str], kinds: tuple, columns: dict
     """Call a function with what its arguments mean, and return its loss. `kinds` are the shape of
     Â and the type of the mask."""
     shape, kind = kinds
-    leaf, A, mask = columns["logp"].clone().requires_grad_(), columns["advantages"], columns["mask"]
+    A, mask = columns["advantages"], columns["mask"]
+    leaf = columns["logp"].clone().requires_grad_()
     filled = NUMBERS | {name: x.clone() for name, x in columns.items()} | {"logp": leaf.clone()}
     filled["log_ratio"] = filled["logp"] - filled["old_logp"]
     filled["ratio"] = filled["log_ratio"].exp()
@@ -180,8 +184,8 @@ def answer(function: Callable, read: dict[str, str], kinds: tuple, columns: dict
     if isinstance(found, dict):
         found = [found["loss"]] if "loss" in found else [*found.values()]
     found = found if isinstance(found, list | tuple) else [found]
-    tensors = [x for x in found if isinstance(x, Tensor)]
-    loss = next((x for x in tensors if x.requires_grad), (tensors or [torch.tensor(0.0)])[0])
+    tensors = [x for x in found if isinstance(x, Tensor)] or [torch.tensor(0.0)]
+    loss = next((x for x in tensors if x.requires_grad), tensors[0])
     if loss.numel() != 1:
         advice = "return one number, such as the mean over all tokens"
         raise BadInput(f"it returns a tensor of shape {list(loss.shape)}: {advice}")
@@ -282,8 +286,10 @@ def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list
     words of CASES: as they are, with each known change, and with the other mean (over responses or
     over tokens)."""
     A, n = columns["advantages"], columns["mask"].sum(1)
-    objectives, rests, others = [], [], []
-    for setting, (name, change, module) in itertools.product(settings, modules()):
+    objectives, others = [], []
+    rests = []
+    for setting, known in itertools.product(settings, modules()):
+        name, change, module = known
         cases, batches = [{}], {change: A}
         if not change:
             cases += importlib.import_module(f"checks.{name}").CASES
@@ -296,9 +302,8 @@ def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list
             moved = columns | {"advantages": batches[what]}
             objective, rest = without_advantages(loss, moved)
             by_length = getattr(args, "length_norm", name in DIVIDED)
-            ours = Ours(
-                name, flags, what, objective, by_length, float(terms(module, args, **moved)[1])
-            )
+            _, count = terms(module, args, **moved)
+            ours = Ours(name, flags, what, objective, by_length, float(count))
             (others if case else objectives).append(ours)
             rests.append(ours._replace(part=rest))
             moved["advantages"] = batches[what] * (n if by_length else 1 / n)
@@ -358,8 +363,9 @@ def table(match: Match, right: Tensor, columns: dict[str, Tensor]) -> Iterator[s
     size = mask.sum(1, keepdim=True).expand_as(mask)
     if match.ours.by_length:
         weights, right = weights * size, right * size
-    A, r = columns["advantages"][:, None].expand_as(mask), columns["logp"] - columns["old_logp"]
-    r, low, high = r.exp(), 1 - flags.get("clip_low", 0.2), 1 + flags.get("clip_high", 0.2)
+    A = columns["advantages"][:, None].expand_as(mask)
+    r = (columns["logp"] - columns["old_logp"]).exp()
+    low, high = 1 - flags.get("clip_low", 0.2), 1 + flags.get("clip_high", 0.2)
     real = mask > 0
     kinds = {"padding": ~real, "|y| up to 3": real & (size <= 3), "|y| above 3": real & (size > 3)}
     for sign, of_sign in {"Â > 0": A > 0, "Â = 0": A == 0, "Â < 0": A < 0}.items():
@@ -370,13 +376,9 @@ def table(match: Match, right: Tensor, columns: dict[str, Tensor]) -> Iterator[s
         gap = (weights - right).abs() * at
         differ = gap > 1e-4 * (right.abs() + 0.1)
         if differ.any():
-            i = int(gap.argmax())
-            ratio, a, n, found, wanted = (
-                float(x.flatten()[i]) for x in (r, A, size, weights, right)
-            )
-            token = f"such as r {ratio:.3g}, Â {a:.3g}, |y| {n:.0f}"
             count = f"{int(differ.sum()):2} of {int(at.sum()):2}"
-            yield f"{kind:16} {count}, {token}: its weight is {found:.3g}, not {wanted:.3g}"
+            numbers = [float(x.flatten()[gap.argmax()]) for x in (r, A, size, weights, right)]
+            yield f"{kind:16} {count}, such as {TOKEN.format(*numbers)}"
 
 
 def described(match: Match, words: list[str]) -> str:
@@ -477,11 +479,11 @@ def judge(path: Path, source: str, name: str) -> int:
     settings = settings_of(loss, columns, asked)
     objectives, rests = parts_of_ours(columns, settings)
     best, kl = nearest(objective, objectives, mask), None
-    changes, clip = [*best.changes], {"clip_low", "clip_high"} & best.ours.flags.keys()
-    if "clip" in str(asked) and any(best.ours.flags[x] != settings[0][x] for x in clip):
-        changes.append(
-            f"it was given the clip {settings[0]['clip_low']}/{settings[0]['clip_high']}"
-        )
+    changes = [*best.changes]
+    clip = [settings[0]["clip_low"], settings[0]["clip_high"]]
+    own = [best.ours.flags.get(flag) for flag in ("clip_low", "clip_high")]
+    if "clip" in str(asked) and own not in (clip, [None, None]):
+        changes.append(f"it was given the clip {clip[0]}/{clip[1]}")
     if rest.weights.abs().max() > 1e-9:
         kl = nearest(rest, rests, mask)
         changes += kl_changes(kl, best, asked)
