@@ -41,16 +41,16 @@ NAMES = {
     "log_ratio": "log_?r",
     "logp": LOGP + "|^(new|cur|current)$",
     "ratio": "^(importance_|prob_)?ratios?$",
-    "mask": "mask|^(m|valid)$",
+    "mask": "mask|^(m|valid|keep|(non|not)_?pad)$",
     "advantages": "adv|^a(_hat|hat|_i|_t)?$",
     "entropy": "entrop(y|ies)$",
-    "branch_weight": "branch.*(w|coef|scale)|^lam(bda)?$",
+    "branch_weight": "branch.*(w|coef|scale|lam)",
     "is_branch": "branch",
     "is_cap": r"(^|_)cap(_|$)|((is|tis|ratio|weight)_?(max|thres)|max_?(is|ratio|weight))",
     "clip_high": "(clip|eps).*(hi|up|plus|_h$)|eps.*max",
     "clip_low": "(clip|eps).*(lo(w|_|$)|_l$)|eps.*min",
     "clip": "^(?!.*(dual|val|_c$|norm|grad|kl|std|adv|min|max)).*(clip|eps)",
-    "beta": "^beta$|kl_?.*(be|co|we|pen|lam)|(be|co|we|lam).*_kl",
+    "beta": "^(beta|lam(bda)?_?)$|kl_?.*(be|co|we|pen|lam)|(be|co|we|lam|alpha).*_kl",
     "tau_pos": "(tau|temp).*pos",
     "tau_neg": "(tau|temp).*neg",
     "tau_p": "tau_?p$|(p|prob)_?thr",
@@ -133,14 +133,16 @@ def arguments(function: Callable) -> dict[str, str]:
         what, default = meaning(name), parameter.default
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        usual = what in ("beta", "group", "max_new_tokens")
-        if isinstance(default, float):
-            usual = usual or 0.01 <= default <= 0.5
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        usual = number and (0.01 <= default <= 0.5 or what in ("beta", "group", "max_new_tokens"))
         free = default is None or default is parameter.empty
         if what and (free or what in NUMBERS and usual):
             read[name] = what
         elif default is parameter.empty:
             raise BadInput(WRAPPER.format(name=name))
+    alike = [name for name, what in read.items() if what == "logp"]
+    if len(alike) > 1:
+        raise BadInput(f"{' and '.join(alike)} all look like log-probs of π_θ: rename some")
     return read
 
 
