@@ -80,6 +80,8 @@ MORE = {
     "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
 }
 MEANS = ("token-mean", "sum over a response's tokens")  # no changes here, as each mean is named
+# The correction that TRL makes by default
+TRL = {"correction": "mis", "correction_level": "sequence", "w_low": 0.0, "w_high": 3.0}
 NO_CAP = 1e9
 TOKEN = "r {:.3g}, Â {:.3g}, |y| {:.0f}: its weight is {:.3g}, not {:.3g}"
 NO_GRADIENT = "no gradient reaches log π through Â: look for detach(), item(), no_grad, tensor(...)"
@@ -290,15 +292,17 @@ def parts_of_ours(columns: dict, settings: list[dict]) -> tuple[list[Ours], list
     A, n = columns["advantages"], columns["mask"].sum(1)
     objectives, others = [], []
     rests = []
-    for setting, known in itertools.product(settings, modules()):
-        name, change, module = known
+    for setting, one in itertools.product(settings, modules()):
+        name, change, module = one
         cases, batches = [{}], {change: A}
         if not change:
-            cases += importlib.import_module(f"checks.{name}").CASES
+            for case in importlib.import_module(f"checks.{name}").CASES:
+                cases.append({key: x for key, x in case.items() if isinstance(x, str | bool)})
+            cases += [TRL] if name == "icepop" else []
             batches["Â whitened again"] = (A - A.mean()) / A.std()
         for case, what in itertools.product(cases, batches):
-            flags = {key: x for key, x in case.items() if isinstance(x, str | bool)} | setting
-            flags = {key: x for key, x in flags.items() if hasattr(module.Args(), key)}
+            known = vars(module.Args())
+            flags = {key: x for key, x in (case | setting).items() if key in known}
             args = replace(module.Args(), **flags)
             loss = functools.partial(house, module, args)
             moved = columns | {"advantages": batches[what]}
