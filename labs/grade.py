@@ -247,7 +247,7 @@ def hint(name: str, failed: dict[Check | None, str]) -> str:
     now = {check: failed.get(check, "") for check in told}
     for damage, module in damages(name) if "nan" not in str([*now.values()]) else ():
         if all(outcome(module, check, Path()) == reason for check, reason in now.items()):
-            return f"'{damage}' has just these numbers."
+            return f"'{damage}' has the same wrong numbers."
     asked = []
     for check in shown(failed):
         rule = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]

@@ -82,7 +82,7 @@ ANSWERS = {
         [],
     ),
     "no min, no kl_ratio": ([NO_MIN, (RATIO, NO_RATIO)], ["Asked is", "or 0 if the clip acts"]),
-    "no min": ([NO_MIN], ["'clip without min' has just"]),
+    "no min": ([NO_MIN], ["'clip without min' has the same wrong"]),
     "M r Â": ([(SURROGATE, f"{GATE} * ratio * A")], ["Asked is", "value"]),
     "three": (
         [*TEXTBOOK, *TOKENS, NO_MIN],
@@ -198,7 +198,7 @@ def test_every_damage_fails_and_the_hint_names_it(name):
         failed, _ = graded(name, checks.replaced(path, old, new))
         hint = grade.hint(name, failed)
         sure = not re.search("nan|Error", str([*failed.values()]))
-        assert hint and (f"'{damage}' has just" in hint or not sure), (damage, hint)
+        assert hint and (f"'{damage}' has the same wrong" in hint or not sure), (damage, hint)
 
 
 DEF = "def pass_at_k(n, c, k):\n"
