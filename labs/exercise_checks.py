@@ -1,6 +1,5 @@
 """The checks of exercises.py. CHECKS maps a name to checks of a module with that function, each
-with a hint. MUTANTS maps it to known mistakes, which the grader's hint names, as {mistake: (a text
-that exercises.py has once, what it becomes)}."""
+with a hint."""
 
 import itertools
 from collections.abc import Callable
@@ -241,72 +240,5 @@ CHECKS = {
         check_columns: "column t predicts token t+1: begin one before the response",
         check_full_row: "the last token predicts nothing, and is predicted",
         check_any_ids: "only prompt_len and ends say what is response: compare columns with them",
-    },
-}
-
-AFTER = "torch.arange(1, sequences.shape[1] + 1)"
-WIDE = "(wide / temperature)"
-PASS = "1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))"
-ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)"
-MUTANTS = {
-    "sampler_logprobs": {
-        "no temperature": (WIDE, "wide"),
-        "log-probs divided by the temperature": (
-            f"{WIDE}.log_softmax(-1)",
-            "(wide.log_softmax(-1) / temperature)",
-        ),
-        "softmax in bfloat16": ("logits.float()", "logits"),
-        "log of a softmax": (f"{WIDE}.log_softmax(-1)", f"{WIDE}.softmax(-1).log()"),
-        "divided in place": (WIDE, "wide.div_(temperature)"),
-    },
-    "rank_advantages": {
-        "population std": ("(size - 1).clamp(min=1)", "size"),
-        "mean of this rank": (
-            "all_sum(zero.index_add(0, groups, exact)) / size",
-            "zero.index_add(0, groups, exact) / size + 0 * all_sum(zero)",
-        ),
-        "mean of squares less square of mean": (
-            "centred**2",
-            "(rewards**2 - (mean.float() ** 2)[groups]).double()",
-        ),
-        "a rank without rows returns at once": (
-            "    exact = rewards.double()",
-            "    if not len(rewards):\n        return rewards\n    exact = rewards.double()",
-        ),
-        "in float32": ("exact = rewards.double()", "exact = rewards"),
-        "a group of one divided by 0": ("(size - 1).clamp(min=1)", "(size - 1)"),
-    },
-    "accumulate": {
-        "mean of the micro-batches' means": (
-            "loss.backward()",
-            "(loss / count / len(micros)).backward()",
-        ),
-        "sum of the means": ("loss.backward()", "(loss / count).backward()"),
-        "not divided": ("parameter.grad /= tokens", "pass"),
-        "the last micro-batch's gradient": (
-            "        loss.backward()",
-            "        parameter.grad = None\n        loss.backward()",
-        ),
-    },
-    "ess_ratio": {
-        "plain space": (ESS, "log_w.exp().sum() ** 2 / (log_w.exp() ** 2).sum() / len(log_w)"),
-        "not divided by B": (" / len(log_w)", ""),
-        "not squared above": ("2 * log_w.logsumexp(0) -", "log_w.logsumexp(0) -"),
-    },
-    "pass_at_k": {
-        "drawn with replacement": (PASS, "1 - (1 - c / n) ** k"),
-        "a factor too early": ("n - c + 1, n + 1", "n - c, n"),
-        "binomials in floats": (PASS, "1 - float(math.comb(n - c, k)) / float(math.comb(n, k))"),
-    },
-    "shift": {
-        "no shift": (AFTER, "torch.arange(sequences.shape[1])"),
-        "no EOS": ("after < ends[:, None]", "after < ends[:, None] - 1"),
-        "the first token is missing": ("after >= prompt_len", "after > prompt_len"),
-        "the prompt too": ("(after >= prompt_len[:, None]) & (after < ends", "(after < ends"),
-        "padding too": (" & (after < ends[:, None])", ""),
-        "tokens whose id is 0 dropped": (
-            "(after < ends[:, None])",
-            "(after < ends[:, None]) & (sequences.roll(-1, dims=1) != 0)",
-        ),
     },
 }

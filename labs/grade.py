@@ -8,7 +8,7 @@ wrote `measures`, its metrics are checked last.
 
 --exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
 The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. --hint
-names a known mistake if it has the same wrong numbers; else it says what is asked.
+says what is asked.
 
 The file runs in a process of its own with limits on time and memory. That protects against
 accidents, but not against a file that is made to cheat or to do harm: read others' files first.
@@ -26,14 +26,14 @@ import textwrap
 import tokenize
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import ModuleType
 
 import checks
 import torch
-from checks.files import MODULES, PATHS
+from checks.files import MODULES
 from checks import harness
 from checks.harness import NO_MEASURES
 from common.cli import BadInput, in_one_line, say
@@ -41,7 +41,7 @@ from common.tasks.reward import bound_memory
 from tools import arguments
 
 from labs import exercise_checks
-from labs.blank import EXERCISES, HEAD, TAKEN, single
+from labs.blank import HEAD, TAKEN, single
 
 SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
@@ -228,32 +228,16 @@ def next_verdict(results: Connection) -> tuple[str, bool]:
         return "it ended its process: os._exit, or a crash", False
 
 
-def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """Yield the known mistakes of an exercise, each with a module that makes it."""
-    if name in MODULES:
-        path, mutants = PATHS[name], checks.of(name)[1]
-    else:
-        path, mutants = EXERCISES, exercise_checks.MUTANTS[name]
-    for damage, (old, new, *_) in mutants.items():
-        yield damage, load(checks.replaced(path, old, new), path)
-
-
 def hint(name: str, failed: dict[Check | None, str]) -> str:
-    """Name the known mistakes that fail the same checks with the same numbers. If there are none,
-    say what the checks that are shown ask for. NaN is the evidence of nothing."""
+    """Say what the checks that are shown ask for."""
     if None in failed or "TODO" in next(iter(failed.values())):
         return "Make the file run first; a TODO is what you are to write."
-    told = [check for check in checks_of(name) if check.__name__ != "check_statistics"]
-    now = {check: failed.get(check, "") for check in told}
-    for damage, module in damages(name) if "nan" not in str([*now.values()]) else ():
-        if all(outcome(module, check, Path()) == reason for check, reason in now.items()):
-            return f"'{damage}' has the same wrong numbers."
-    asked = []
+    rules = []
     for check in shown(failed):
         rule = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]
         rule = NO_REFERENCE if "NoneType" in failed[check] else rule
-        asked.append(f"{' '.join(rule.split()).rstrip('.')} ({plain_name(check)}).")
-    return f"Asked is: {' '.join(asked)}"
+        rules.append(f"{' '.join(rule.split()).rstrip('.')} ({plain_name(check)}).")
+    return f"Asked is: {' '.join(rules)}"
 
 
 def plain_name(check: Check | None) -> str:
@@ -319,7 +303,7 @@ def main() -> int:
     if failed and words.hint:
         say(textwrap.fill(f"Hint. {hint(name, failed)}", 100))
         if name in MODULES:
-            say(f"The whole loss beside others: python -m labs.grade {path}:policy_loss")
+            say(f"The judge names known mistakes: python -m labs.grade {path}:policy_loss")
     return 1 if failed else 0
 
 
