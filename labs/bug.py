@@ -233,8 +233,7 @@ def reveal(number: int) -> str:
     lines = [f"{path.name}:{at + 1}", f"- {before[at].strip()}"]
     lines += [f"+ {changed[at].strip()}"] if not gone else []
     seen = LOOP if bug.seen_by == LOOP else f"{bug.seen_by} of checks/{bug.file}.py"
-    lines += [textwrap.fill(bug.why, 100), f"Seen by {seen}."]
-    lines.append("Public code that had it: docs/errors.md and docs/judged.md.")
+    lines += [textwrap.fill(bug.why, 100), f"Seen by {seen}. In public code: docs/errors.md."]
     return "\n".join(lines)
 
 

@@ -48,7 +48,6 @@ MEMORY = 4 << 30  # bytes, beyond what the grader itself has
 # Checks of the whole, in their order. A wrong part fails them, too, so the first of those that fail
 # is shown, and only if every part holds.
 LATER = "check_fixture check_loss check_parts_add_up check_statistics".split()
-NO_REFERENCE = "If β = 0 there is no reference: batch.ref_logp is None, the KL term left out"
 Check = Callable[[ModuleType], None]
 
 
@@ -228,16 +227,12 @@ def next_verdict(results: Connection) -> tuple[str, bool]:
         return "it ended its process: os._exit, or a crash", False
 
 
-def hint(name: str, failed: dict[Check | None, str]) -> str:
+def hint(failed: dict[Check | None, str]) -> str:
     """Say what the checks that are shown ask for."""
     if None in failed or "TODO" in next(iter(failed.values())):
         return "Make the file run first; a TODO is what you are to write."
-    rules = []
-    for check in shown(failed):
-        rule = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]
-        rule = NO_REFERENCE if "NoneType" in failed[check] else rule
-        rules.append(f"{' '.join(rule.split()).rstrip('.')} ({plain_name(check)}).")
-    return f"Asked is: {' '.join(rules)}"
+    rules = [f"{check.__doc__.strip()} ({plain_name(check)})" for check in shown(failed)]
+    return " ".join("; ".join(rules).split())
 
 
 def plain_name(check: Check | None) -> str:
@@ -264,17 +259,6 @@ def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> st
     return "\n".join([*paragraphs, textwrap.fill(last, 92)])
 
 
-def judged(path: Path, source: str, function: str) -> int:
-    """Judge a function, and return the exit code. Advice has several lines."""
-    from labs import judge  # which imports this file
-
-    try:
-        return judge.judge(path, source, function)
-    except BadInput as error:
-        print(f"labs.grade: error: {error}", file=sys.stderr)
-        return 2
-
-
 def main() -> int:
     parser = arguments(__doc__, "labs.grade")
     parser.add_argument("file", metavar="FILE[:FUNCTION]")
@@ -288,10 +272,12 @@ def main() -> int:
     try:
         source = read(path)
         if function:
-            return judged(path, source, function)
+            from labs import judge  # which imports this file
+
+            return judge.judge(path, source, function)
         name = exercise_of(path, source, words.exercise)
     except (BadInput, OSError) as error:
-        parser.error(in_one_line(error))
+        parser.error(str(error) if function else in_one_line(error))
     failed, held = grade(name, path, source)
     every = checks_of(name)
     for check, found in [*failed.items()]:
@@ -301,7 +287,7 @@ def main() -> int:
             every.remove(check)
     say(report(failed, held, every))
     if failed and words.hint:
-        say(textwrap.fill(f"Hint. {hint(name, failed)}", 100))
+        say(textwrap.fill(f"Hint. {hint(failed)}", 100))
         if name in MODULES:
             say(f"The judge names known mistakes: python -m labs.grade {path}:policy_loss")
     return 1 if failed else 0

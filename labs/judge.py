@@ -61,7 +61,8 @@ NAMES = {
 NUMBERS = {"clip": 0.15, "clip_low": 0.15, "clip_high": 0.3, "is_cap": 1.3, "beta": 0.1}
 NUMBERS |= {"tau_pos": 1.0, "tau_neg": 1.05, "max_new_tokens": 7, "group": 3}
 NUMBERS |= {"tau_p": 0.002, "entropy_quantile": 0.8, "group_ids": torch.arange(12) // 3}
-CLIPS = [(0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (3e-4, 4e-4)]  # tried if no argument is a clip
+# Tried if no argument is a clip; the first is each file's own
+CLIPS = [{}, {"clip_low": 0.2, "clip_high": 0.2}, {"clip_low": 0.2, "clip_high": 0.28}]
 COLUMNS = "logp old_logp rollout_logp ref_logp entropy advantages mask".split()
 # The correction that TRL makes by default
 TRL = {"correction": "mis", "correction_level": "sequence", "w_low": 0.0, "w_high": 3.0}
@@ -74,8 +75,7 @@ a tensor of log-probs, put a function like this below yours, and judge it:
         logits = torch.stack([logp, (1 - logp.exp()).log()], dim=-1)  # its token is 0, of 2
         return yours(logits, {{"old": old_logp, "A": advantages, "mask": mask}}, Config(clip))"""
 NO_GRADIENT = "no gradient reaches log π through Â: look for detach(), item(), no_grad, tensor(...)"
-COUPLED = """no verdict: it chooses tokens by the advantages of all responses. Of such losses only
-entropy20.py --tokens kl_cov is known here, with its usual flags"""
+COUPLED = "no verdict: a weight depends on all Â, but not as with entropy20.py --tokens kl_cov"
 
 
 @dataclass
@@ -132,15 +132,15 @@ def batch_for(kinds: set[str]) -> dict[str, Tensor]:
     columns = {name: x for name, x in busy_batch().items() if "top" not in name}
     mask = (columns["mask"].flip(1).cumsum(1).flip(1) > 0).double()  # without holes
     columns["mask"] = mask = mask if "mask" in kinds else torch.ones_like(mask)
-    columns["branch"] = 0 * columns["advantages"]
+    for name in ("logp", "old_logp", "rollout_logp", "ref_logp"):
+        columns[name] = columns[name].clamp(max=-0.01)
+        columns[name][0, 2] -= 8  # stapo leaves this token out
+    columns["entropy"][0, 2] = 0.01
     for sign in (-1, 0, 1):
         at = (columns["advantages"].sign()[:, None] == sign) & (mask > 0)
         ratios = torch.tensor(RATIOS * 9).double()[: int(at.sum())].log()
         columns["old_logp"][at] -= ratios.clamp(min=0)  # so no log-prob is above 0
         columns["logp"][at] = columns["old_logp"][at] + ratios
-    for name in ("logp", "old_logp", "rollout_logp", "ref_logp"):
-        columns[name][0, 2] -= 8  # stapo leaves this token out
-    columns["entropy"][0, 2] = 0.01
     if not kinds & {"old_logp", "ratio", "log_ratio"}:
         columns["old_logp"] = columns["rollout_logp" if "rollout_logp" in kinds else "logp"]
     if "rollout_logp" not in kinds:
@@ -166,9 +166,8 @@ def call(function: Callable, meanings: dict, shape: tuple, dtype: object, column
     values["mask"] = mask.to(dtype)
     values["advantages"] = (A if shape == (9,) else A[:, None]).expand(shape).clone()
     result = function(**{name: values[what] for name, what in meanings.items()})
-    if isinstance(result, dict):
-        result = list(result.values())
-    results = result if isinstance(result, list | tuple) else [result]
+    results = list(result.values()) if isinstance(result, dict) else result
+    results = results if isinstance(results, list | tuple) else [results]
     losses = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     if not losses:
         raise BadInput(NO_GRADIENT)
@@ -197,26 +196,25 @@ def working_call(function: Callable, meanings: dict, columns: dict, path: Path) 
 def modules() -> list[tuple[str, str, ModuleType]]:
     """Return each file that has a loss of its own, and then those with a known change: the file's
     name, the change or "", and the module."""
-    sources = []
+    loaded = []
     for name in dict.fromkeys(["grpo", "justrl", "dr_grpo", "centred", *PATHS]):
-        sources.append((name, "", PATHS[name].read_text("utf-8")))
+        source = PATHS[name].read_text("utf-8")
+        if "\ndef policy_loss(" in source:
+            loaded.append((name, "", load(source, PATHS[name])))
     for name, path in PATHS.items():
         for change, (old, new) in checks.of(name)[1].items():
-            sources.append((name, change, checks.replaced(path, old, new)))
-    own = [x for x in sources if "\ndef policy_loss(" in x[2]]
-    return [(name, change, load(source, PATHS[name])) for name, change, source in own]
+            loaded.append((name, change, load(checks.replaced(path, old, new), path)))
+    return loaded
 
 
 def settings_for(kinds: set[str]) -> list[dict]:
-    """Return flags for our losses, without a KL term: those that the judged loss takes, or usual
-    clips. CISPO's cap may be 1 + ε."""
+    """Return flags for our losses without a KL term. CISPO's cap may be 1 + ε."""
     flags = {name: x for name, x in NUMBERS.items() if name in kinds} | {"beta": 0.0}
+    if not kinds & {"clip", "clip_low", "clip_high"}:
+        return [flags | clip for clip in CLIPS]
     high = NUMBERS["clip_high" if "clip_high" in kinds else "clip"]
-    known = kinds & {"clip", "clip_low", "clip_high"}
-    clips = [(NUMBERS["clip"], high)] if known else CLIPS
-    settings = [flags | {"clip_low": low, "clip_high": high} for low, high in clips]
-    settings += [{"is_cap": 1 + x["clip_high"]} | x for x in settings]
-    return settings if known else [flags, *settings]
+    flags |= {"clip_low": NUMBERS["clip_low"], "clip_high": high}
+    return [flags, {"is_cap": 1 + high} | flags]
 
 
 def args_of(name: str, module: ModuleType, settings: list[dict]) -> list[object]:
@@ -286,32 +284,28 @@ def nearest(value: Tensor, weights: Tensor, losses: list[Ours], mask: Tensor) ->
 def described(match: Match, mask: Tensor) -> str:
     """Write which of our losses a match is, with the flags that are not its usual ones, and with
     the mean that the factor of a sum over tokens stands for."""
-    name, args = match.ours.name, match.ours.args
-    N, factor = len(mask), abs(match.factor)
+    title, args, N = f"{match.ours.name}.py", match.ours.args, len(mask)
     means = {"token mean": 1 / mask.sum(), "sum": 1, "sum / N": 1 / N}
+    mean = f"sum / (N {1 / N / abs(match.factor):.4g})"
     if match.ours.divided:
         means = {"response mean": 1 / N}
+        mean = f"response mean times {N * abs(match.factor):.4g}"
     means["its own mean"] = 1 / match.ours.count
-    fitting = [mean for mean, usual in means.items() if abs(factor / usual - 1) < 1e-3]
-    if fitting:
-        mean = fitting[0]
-    elif match.ours.divided:
-        mean = f"response mean times {factor * N:.4g}"
-    else:
-        mean = f"sum / (N {1 / N / factor:.4g})"
-        name = "dr_grpo" if name == "justrl" else name
-    title = f"{name}.py" if name != "centred" else "REINFORCE, Â log π"
+    fitting = [name for name, x in means.items() if abs(abs(match.factor) / x - 1) < 1e-3]
+    if title == "justrl.py" and not fitting:
+        title = "dr_grpo.py"
+    title = title.replace("centred.py", "REINFORCE, Â log π")
     for flag, x in vars(args).items():
         if flag != "beta" and x != getattr(type(args)(), flag):
             title += f" --{flag} {x}"
-    return f"{title} ({mean})" if match.exact else title
+    return f"{title} ({[*fitting, mean][0]})" if match.exact else title
 
 
 def table(match: Match, losses: list[Ours], columns: dict[str, Tensor]) -> Iterator[str]:
     """Yield a line for each kind of token of which some have another weight than in our loss."""
     ours, mask = match.ours, columns["mask"]
     alike = [x for x in losses if (x.name, x.change, x.divided) == (ours.name, "", ours.divided)]
-    right = [x.weights for x in alike if vars(x.args) == vars(ours.args)][0]
+    right = next(x.weights for x in alike if vars(x.args) == vars(ours.args))
     size = mask.sum(1, keepdim=True).expand_as(mask)
     unit = size if ours.divided else torch.ones_like(size)
     weights, right = match.weights * unit + 0.0, right * unit + 0.0  # no -0
@@ -361,11 +355,11 @@ def judge(path: Path, source: str, name: str) -> int:
     else:
         meanings = meanings_of(function)
     kinds = {*meanings.values()}
-    if "rewards" not in kinds:
-        return judge_loss(function, meanings, path)
-    if "logp" in kinds:
+    if "logp" not in kinds and "rewards" in kinds:
+        return judge_advantages(function, meanings)
+    if "rewards" in kinds:
         raise BadInput("it takes rewards and log-probs: take advantages instead of rewards")
-    return judge_advantages(function, meanings)
+    return judge_loss(function, meanings, path)
 
 
 def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
@@ -421,19 +415,16 @@ def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
 
 def rules() -> Iterator[tuple[str, Tensor]]:
     """Yield the ways to make advantages `[P, G]` of REWARDS, each in words."""
-    R = REWARDS
     for of, where in {"group": 1, "batch": (0, 1), "column": 0}.items():
-        mean = R.mean(where, keepdim=True)
-        n = R.numel() // mean.numel()
-        bases = {f"the {of}'s mean": mean}
-        bases[f"the mean of the {of}'s others"] = (n * mean - R) / (n - 1)
-        stds = {"sample": R.std(where, keepdim=True)}
-        stds["population"] = R.std(where, keepdim=True, correction=0)
-        for base, kind in product(bases, stds):
-            yield f"R - {base}", R - bases[base]
+        mean = REWARDS.mean(where, keepdim=True)
+        n = REWARDS.numel() // mean.numel()
+        yield f"R - the {of}'s mean", REWARDS - mean
+        yield f"R - the mean of the {of}'s others", (REWARDS - mean) * n / (n - 1)
+        for correction, kind in enumerate(["population", "sample"]):
+            std = REWARDS.std(where, keepdim=True, correction=correction)
             for added in (0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
-                words = f"(R - {base}) / (the {of}'s {kind} std + {added:g})"
-                yield words, (R - bases[base]) / (stds[kind] + added)
+                words = f"(R - the {of}'s mean) / (the {of}'s {kind} std + {added:g})"
+                yield words, (REWARDS - mean) / (std + added)
 
 
 def judge_advantages(function: Callable, meanings: dict) -> int:

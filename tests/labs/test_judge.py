@@ -1,7 +1,8 @@
 """The judge knows our losses in other words, names known mistakes, and accuses nothing else."""
 
 import pytest
-from labs.grade import judged
+from common.cli import BadInput
+from labs.judge import judge
 
 HEAD = "import torch\ndef mean(x, m): return (x * m).sum(1) / m.sum(1).clamp(min=1)\ndef loss("
 GRPO = """lp_new, prev_lps, reference_logps, advs, resp_mask, cliprange, kl_coef, config=None):
@@ -25,10 +26,8 @@ CHANGES = {
     "as it is": ("gap", "gap", "RIGHT: the loss of grpo.py --clip_low 0.15 --clip_high 0.15 (resp"),
     "token mean": (ALL_MEAN, "(x * m).sum() / m.sum()", "(token mean) with k3, β 0.1, in value"),
     "a constant": (ALL_MEAN, "(x * m).sum() / 9 / 512", "(sum / (N 512)) with k3, β 0.1, in va"),
-    "twice": ("-mean(x, m)", "-2 * mean(x, m)", "(response mean times 2) with k3, β 0.1"),
     "only a gradient": ("return ", "return 1 ", "RIGHT: the gradient is that of grpo.py"),
     "Â squared": ("advs[:, None]", "advs[:, None] ** 2", "NONE of our losses"),
-    "root of |y|": (ALL_MEAN, "((x * m).sum(1) / m.sum(1).sqrt()).mean()", "NONE of our losses"),
     "negated": ("return -", "return ", "NEGATED: minus the loss of grpo.py"),
     "no min": (MIN, "r.clamp(1 - eps, 1 + eps) * A", "except for this: clip without min."),
     "max for min": ("torch.min", "torch.max", "except for this: max for min."),
@@ -40,7 +39,6 @@ CHANGES = {
     "no EOS": ("    A =", f"    {NO_EOS}; A =", "except for this: dropped EOS"),
     "no mask": ("mean(x, m)", "x", "except for this: mask forgotten; KL: mask forgotten."),
     "k1 reversed": (K3, "gap", "except for this: KL: k1 for k3; KL of the wrong sign."),
-    "k2": (K3, "gap**2 / 2", "except for this: KL: k2 for k3."),
     "KL detached": (K3, f"{K3}.detach()", "except for this: KL without gradient."),
     "β ignored": ("kl_coef *", "0.04 *", "β 0.04, except for this: β is not the 0.1"),
     # What cannot be judged
@@ -50,8 +48,7 @@ CHANGES = {
     "log of 0": ("return -", "return (0 * r).log().sum() - ", "NaN or infinite: look for 0/0"),
     "no gradient": ("new - old)", "new - old).detach()", "no gradient reaches log π"),
     "an exception": ("torch.min", "torch.mn", "AttributeError at line 7"),
-    "syntax": ("return -", "return ) -", "line 10 is not Python"),
-    "chosen by Â": ("kl_coef *", "kl_coef * (A * new < A.mean()) *", "no verdict: it chooses"),
+    "chosen by Â": ("kl_coef *", "kl_coef * (A * new < A.mean()) *", "no verdict: a weight"),
 }
 COV = "(new - new[m > 0].mean()) * (A - A.expand_as(m)[m > 0].mean()) * m"
 # Whole functions, and what is said; our nine are in other words, without deep_grpo's branches
@@ -93,11 +90,11 @@ OTHERS = {
 
 
 def told(source: str, tmp_path, capsys) -> str:
-    code = judged(tmp_path / "mine.py", HEAD + source, "loss")
-    printed = capsys.readouterr()
-    assert code == (2 if printed.err else code)
-    assert code == 0 or "RIGHT" not in printed.out
-    return printed.out or printed.err
+    try:
+        judge(tmp_path / "mine.py", HEAD + source, "loss")
+    except BadInput as error:
+        return str(error)
+    return capsys.readouterr().out
 
 
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CHANGES if case != "k3 reversed"]
@@ -113,4 +110,4 @@ def test_a_loss_and_its_mistakes_are_named(case, tmp_path, capsys):
 @pytest.mark.parametrize("words", OTHERS)
 def test_ours_in_other_words_and_advantages(words, tmp_path, capsys):
     verdict = told(OTHERS[words], tmp_path, capsys)
-    assert words in verdict and ("RIGHT" in verdict or "Rewards" in verdict), verdict
+    assert words in verdict and verdict.startswith(("RIGHT", "Rewards")), verdict
