@@ -113,6 +113,7 @@ NO_EOS = "(objective * (e := mask * (mask.cumsum(1) < mask.sum(1)[:, None]))).su
 SUM = f"({LOG_RATIO} * mask).sum(1, keepdim=True)"
 LENGTH = "mask.sum(1, keepdim=True).clamp(min=1)"
 ADVANTAGE = "A = batch.advantages[:, None]"
+WHITENED = f"{ADVANTAGE}\n    A = (A - A.mean()) / (A.std() + 1e-8)"
 CLIP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 BOUNDS = "-args.clip_low, args.clip_high"
 # Mistakes that students and public code make: `labs.grade --hint` and `labs.bug` name them
@@ -135,10 +136,7 @@ MUTANTS = {
     "clip without min": (SURROGATE, "clipped * A"),
     "no clip": (SURROGATE, "ratio * A"),
     "a dual clip at 3": (SURROGATE, f"torch.where(A < 0, {SURROGATE}.maximum(3 * A), {SURROGATE})"),
-    "Â whitened again in the loss": (
-        ADVANTAGE,
-        f"{ADVANTAGE}\n    A = (A - A.mean()) / (A.std() + 1e-8)",
-    ),
+    "Â whitened again": (ADVANTAGE, WHITENED),
     "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
     "KL direction": ("batch.ref_logp - logp", "logp - batch.ref_logp"),
     "k1 for k3": (K3, "-log_ref_ratio"),

@@ -2,10 +2,9 @@
 
     python -m labs.grade mine.py:grpo_loss
 
-`NAMES` says what each argument is, by its name. Value and gradient on one batch are compared with
-those of our files, as they are and with each known mistake. If none agrees, there may be a KL term:
-what is left if all advantages are 0. A function of rewards alone is judged as advantages. The file
-runs in this process, without limits on time and memory.
+`NAMES` says what each argument is. Value and gradient on one batch are compared with those of our
+files, as they are and with known mistakes. If none agrees, there may be a KL term: what is left if
+all Â are 0. A function of rewards is judged as advantages. The file runs here, without limits.
 """
 
 import importlib
@@ -67,6 +66,7 @@ COLUMNS = "logp old_logp rollout_logp ref_logp entropy advantages mask".split()
 # The correction that TRL makes by default
 TRL = {"correction": "mis", "correction_level": "sequence", "w_low": 0.0, "w_high": 3.0}
 WHITENED = "Â whitened again"
+MEANS = ("token-mean", "sum over a response's tokens")  # no changes here, as each mean is named
 DIVIDED = "grpo gspo sapo vcpo icepop goldilocks signs".split()  # their sums divide by |y|
 REWARDS = torch.tensor([[1.0, 0, 0], [1e-4, 0, 2e-4], [0.5, 2, -1], [1, 1, 0]]).double()  # [P, G]
 UNKNOWN = """{name} is no argument that is known here: rename it, or give it a default. If it is not
@@ -172,8 +172,7 @@ def call(function: Callable, meanings: dict, shape: tuple, dtype: object, column
     if not losses:
         raise BadInput(NO_GRADIENT)
     if losses[0].numel() != 1:
-        shape = list(losses[0].shape)
-        raise BadInput(f"it returns a tensor of shape {shape}: return one number, such as the mean")
+        raise BadInput(f"it returns {list(losses[0].shape)}: return one number, such as the mean")
     return numbers_of(losses[0], logp)
 
 
@@ -194,8 +193,7 @@ def working_call(function: Callable, meanings: dict, columns: dict, path: Path) 
 
 @cache
 def modules() -> list[tuple[str, str, ModuleType]]:
-    """Return each file that has a loss of its own, and then those with a known change: the file's
-    name, the change or "", and the module."""
+    """Load each file that has a loss of its own, and then each one with a known change."""
     loaded = []
     for name in dict.fromkeys(["grpo", "justrl", "dr_grpo", "centred", *PATHS]):
         source = PATHS[name].read_text("utf-8")
@@ -203,7 +201,8 @@ def modules() -> list[tuple[str, str, ModuleType]]:
             loaded.append((name, "", load(source, PATHS[name])))
     for name, path in PATHS.items():
         for change, (old, new) in checks.of(name)[1].items():
-            loaded.append((name, change, load(checks.replaced(path, old, new), path)))
+            if change not in MEANS:
+                loaded.append((name, change, load(checks.replaced(path, old, new), path)))
     return loaded
 
 
@@ -232,8 +231,7 @@ def args_of(name: str, module: ModuleType, settings: list[dict]) -> list[object]
 
 
 def all_of_ours(columns: dict[str, Tensor], settings: list[dict]) -> list[Ours]:
-    """Return our losses as they are and with each known change. Those with the file's own mean come
-    first, then the same ones divided by |y|, or not."""
+    """Return our losses and their known changes: with the file's own mean, then with the other."""
     A, n = columns["advantages"], columns["mask"].sum(1)
     losses = []
     for own_mean, (name, change, module) in product((True, False), modules()):
@@ -282,9 +280,9 @@ def nearest(value: Tensor, weights: Tensor, losses: list[Ours], mask: Tensor) ->
 
 
 def described(match: Match, mask: Tensor) -> str:
-    """Write which of our losses a match is, with the flags that are not its usual ones, and with
-    the mean that the factor of a sum over tokens stands for."""
-    title, args, N = f"{match.ours.name}.py", match.ours.args, len(mask)
+    """Write which of our losses a match is, with its unusual flags and the mean that it takes."""
+    title, args = f"{match.ours.name}.py", match.ours.args
+    N = len(mask)
     means = {"token mean": 1 / mask.sum(), "sum": 1, "sum / N": 1 / N}
     mean = f"sum / (N {1 / N / abs(match.factor):.4g})"
     if match.ours.divided:
@@ -371,9 +369,9 @@ def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
     value, weights = loss(columns)
     if not (value.isfinite() and weights.isfinite().all()):
         raise BadInput("the loss or its gradient is NaN or infinite: look for 0/0 and log of 0")
-    losses, kl_terms, kl = all_of_ours(columns, settings_for(kinds)), [], None
-    objective = nearest(value, weights, losses, mask)
-    if not objective.exact:
+    losses = all_of_ours(columns, settings_for(kinds))
+    objective, kl = nearest(value, weights, losses, mask), None
+    if not objective.exact:  # so it may have a KL term
         without_A = columns | {"advantages": 0 * A}
         kl_value, kl_weights = (x.nan_to_num(0.0) for x in loss(without_A))
         weights = weights - kl_weights

@@ -140,7 +140,6 @@ def test_a_wrong_part_hides_the_whole():
 # Mistakes in exercises.py: a text that it has once, and what it becomes
 MISTAKES = [
     ("sampler_logprobs", "(wide / temperature)", "wide"),
-    ("sampler_logprobs", "(wide / temperature)", "wide.div_(temperature)"),
     ("sampler_logprobs", "logits.float()", "logits"),
     ("rank_advantages", "(size - 1).clamp(min=1)", "size"),
     ("rank_advantages", "exact = rewards.double()", "exact = rewards"),
@@ -149,8 +148,6 @@ MISTAKES = [
     ("ess_ratio", "2 * log_w.logsumexp(0) -", "log_w.logsumexp(0) -"),
     ("pass_at_k", "n - c + 1, n + 1", "n - c, n"),
     ("shift", "after < ends[:, None]", "after < ends[:, None] - 1"),
-    ("shift", " & (after < ends[:, None])", ""),
-    ("shift", "after >= prompt_len", "after > prompt_len"),
 ]
 
 

@@ -20,7 +20,7 @@ NO_EOS = "m = m * (m.cumsum(1) < m.sum(1, keepdim=True))"
 WHITE = "((advs - advs.mean()) / (advs.std() + 1e-8))[:, None]"
 K3 = "(gap.exp() - gap - 1)"
 ALL_MEAN = "mean(x, m).mean()"
-# A part of GRPO, what it becomes, and what is said
+# A part of GRPO, what it becomes, and what is said; at the end, what cannot be judged
 CHANGES = {
     "k3 reversed": ("ref - new", "new - ref", "with k3, β 0.1, except for this: KL direction."),
     "as it is": ("gap", "gap", "RIGHT: the loss of grpo.py --clip_low 0.15 --clip_high 0.15 (resp"),
@@ -41,10 +41,9 @@ CHANGES = {
     "k1 reversed": (K3, "gap", "except for this: KL: k1 for k3; KL of the wrong sign."),
     "KL detached": (K3, f"{K3}.detach()", "except for this: KL without gradient."),
     "β ignored": ("kl_coef *", "0.04 *", "β 0.04, except for this: β is not the 0.1"),
-    # What cannot be judged
     "logits": ("lp_new,", "logits,", "logits is no argument that is known here"),
     "two of one kind": ("lp_new,", "lp_new, lps,", "lp_new and lps all look like log-probs of π_θ"),
-    "no scalar": (".mean()\n", "\n", "it returns a tensor of shape [9]: return one number"),
+    "no scalar": (".mean()\n", "\n", "it returns [9]: return one number"),
     "log of 0": ("return -", "return (0 * r).log().sum() - ", "NaN or infinite: look for 0/0"),
     "no gradient": ("new - old)", "new - old).detach()", "no gradient reaches log π"),
     "an exception": ("torch.min", "torch.mn", "AttributeError at line 7"),
