@@ -7,7 +7,7 @@ wrote `measures`, its metrics are checked last.
     python -m labs.grade mine.py:grpo_loss      judges a loss with any arguments (labs/judge.py)
 
 --exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
-The exit code is 0 if all checks hold, 1 if not, 2 if FILE is no exercise. --hint says what is asked.
+The exit code is 0 if all checks hold, 1 if not, 2 if FILE is no exercise. --hint gives the rules.
 
 The file runs in a process of its own with limits on time and memory. That protects against
 accidents, but not against a file that is made to cheat or to do harm: read others' files first.

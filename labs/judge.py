@@ -66,7 +66,7 @@ COLUMNS = "logp old_logp rollout_logp ref_logp entropy advantages mask".split()
 # The correction that TRL makes by default
 TRL = {"correction": "mis", "correction_level": "sequence", "w_low": 0.0, "w_high": 3.0}
 WHITENED = "Â whitened again"
-MEANS = ("token-mean", "sum over a response's tokens")  # no changes here, as each mean is named
+MEANS = ("token-mean", "sum over a response's tokens")  # named as means, not as changes
 DIVIDED = "grpo gspo sapo vcpo icepop goldilocks signs".split()  # their sums divide by |y|
 REWARDS = torch.tensor([[1.0, 0, 0], [1e-4, 0, 2e-4], [0.5, 2, -1], [1, 1, 0]]).double()  # [P, G]
 UNKNOWN = """{name} is no argument that is known here: rename it, or give it a default. If it is not
@@ -221,6 +221,8 @@ def args_of(name: str, module: ModuleType, settings: list[dict]) -> list[object]
     cases = [{}, TRL] if name == "icepop" else [{}]
     for case in importlib.import_module(f"checks.{name}").CASES:
         cases.append({key: x for key, x in case.items() if isinstance(x, str | bool)})
+    if name == "centred":  # with a weight it has cispo.py's numbers
+        cases = [{}]
     distinct = []
     for case, setting in product(cases, settings):
         flags = {key: x for key, x in (case | setting).items() if hasattr(module.Args(), key)}
@@ -385,8 +387,8 @@ def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
             kl = nearest(kl_value, kl_weights, kl_terms, mask)
     what, changes = described(objective, mask), objective.changes
     if kl:
-        times_r = " times r" if getattr(kl.ours.args, "kl_ratio", False) else ""
-        what += f" with k3{times_r}, β {abs(kl.factor / objective.factor):.4g}"
+        term = "k3 times r" if getattr(kl.ours.args, "kl_ratio", False) else "k3"
+        what += f" with {term}, β {abs(kl.factor / objective.factor):.4g}"
         changes = changes + changes_of_kl(kl, objective, "beta" in kinds)
     elif "ref_logp" in kinds and not (changes or objective.same_value):
         changes = ["KL without gradient"]

@@ -141,7 +141,6 @@ def test_a_wrong_part_hides_the_whole():
 MISTAKES = [
     ("sampler_logprobs", "(wide / temperature)", "wide"),
     ("sampler_logprobs", "logits.float()", "logits"),
-    ("rank_advantages", "(size - 1).clamp(min=1)", "size"),
     ("rank_advantages", "exact = rewards.double()", "exact = rewards"),
     ("rank_advantages", "centred**2", "(rewards**2 - (mean.float() ** 2)[groups]).double()"),
     ("accumulate", "loss.backward()", "(loss / count).backward()"),

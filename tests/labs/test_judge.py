@@ -46,7 +46,6 @@ CHANGES = {
     "no scalar": (".mean()\n", "\n", "it returns [9]: return one number"),
     "log of 0": ("return -", "return (0 * r).log().sum() - ", "NaN or infinite: look for 0/0"),
     "no gradient": ("new - old)", "new - old).detach()", "no gradient reaches log π"),
-    "an exception": ("torch.min", "torch.mn", "AttributeError at line 7"),
     "chosen by Â": ("kl_coef *", "kl_coef * (A * new < A.mean()) *", "no verdict: a weight"),
 }
 COV = "(new - new[m > 0].mean()) * (A - A.expand_as(m)[m > 0].mean()) * m"
