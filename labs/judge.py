@@ -60,8 +60,7 @@ NAMES = {
 NUMBERS = {"clip": 0.15, "clip_low": 0.15, "clip_high": 0.3, "is_cap": 1.3, "beta": 0.1}
 NUMBERS |= {"tau_pos": 1.0, "tau_neg": 1.05, "max_new_tokens": 7, "group": 3}
 NUMBERS |= {"tau_p": 0.002, "entropy_quantile": 0.8, "group_ids": torch.arange(12) // 3}
-# Tried if no argument is a clip; the first is each file's own
-CLIPS = [{}, {"clip_low": 0.2, "clip_high": 0.2}, {"clip_low": 0.2, "clip_high": 0.28}]
+CLIPS = [(0.2, 0.2), (0.2, 0.28), (0.2, 0.3), (0.1, 0.1), (0.3, 0.3)]  # if no argument is a clip
 COLUMNS = "logp old_logp rollout_logp ref_logp entropy advantages mask".split()
 # The correction that TRL makes by default
 TRL = {"correction": "mis", "correction_level": "sequence", "w_low": 0.0, "w_high": 3.0}
@@ -210,7 +209,8 @@ def settings_for(kinds: set[str]) -> list[dict]:
     """Return flags for our losses without a KL term. CISPO's cap may be 1 + ε."""
     flags = {name: x for name, x in NUMBERS.items() if name in kinds} | {"beta": 0.0}
     if not kinds & {"clip", "clip_low", "clip_high"}:
-        return [flags | clip for clip in CLIPS]
+        clips = [{"clip_low": low, "clip_high": high} for low, high in CLIPS]
+        return [flags, *[flags | clip for clip in clips]]  # first each file's own clip
     high = NUMBERS["clip_high" if "clip_high" in kinds else "clip"]
     flags |= {"clip_low": NUMBERS["clip_low"], "clip_high": high}
     return [flags, {"is_cap": 1 + high} | flags]
@@ -305,7 +305,7 @@ def table(match: Match, losses: list[Ours], columns: dict[str, Tensor]) -> Itera
     """Yield a line for each kind of token of which some have another weight than in our loss."""
     ours, mask = match.ours, columns["mask"]
     alike = [x for x in losses if (x.name, x.change, x.divided) == (ours.name, "", ours.divided)]
-    right = next(x.weights for x in alike if vars(x.args) == vars(ours.args))
+    right = next((x.weights for x in alike if vars(x.args) == vars(ours.args)), ours.weights)
     size = mask.sum(1, keepdim=True).expand_as(mask)
     unit = size if ours.divided else torch.ones_like(size)
     weights, right = match.weights * unit + 0.0, right * unit + 0.0  # no -0
@@ -393,7 +393,7 @@ def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
     elif "ref_logp" in kinds and not (changes or objective.same_value):
         changes = ["KL without gradient"]
     if not (objective.exact and (kl is None or kl.exact)):
-        lines = [f"NONE of our losses. The nearest is {what}."]
+        lines = [f"NONE of our losses under the flags tried. The nearest is {what}."]
     elif changes:
         lines = [f"CHANGED: the loss of {what}, except for this: {'; '.join(changes)}."]
     elif objective.factor < 0:
