@@ -103,6 +103,7 @@ SHARED = ZSCORES
 LOG_RATIO = "(logp - batch.old_logp)"
 RATIO = f"ratio = {LOG_RATIO}.exp()"
 SURROGATE = "torch.minimum(ratio * A, clipped * A)"
+MAXIMUM = "torch.maximum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 K3 = "log_ref_ratio.exp() - log_ref_ratio - 1"
 WEIGHED = f"kl = {LOG_RATIO}.exp() * kl"
@@ -112,6 +113,7 @@ NO_EOS = "(objective * (e := mask * (mask.cumsum(1) < mask.sum(1)[:, None]))).su
 SUM = f"({LOG_RATIO} * mask).sum(1, keepdim=True)"
 LENGTH = "mask.sum(1, keepdim=True).clamp(min=1)"
 ADVANTAGE = "A = batch.advantages[:, None]"
+WHITENED = f"{ADVANTAGE}\n    A = (A - A.mean()) / (A.std() + 1e-8)"
 CLIP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 BOUNDS = "-args.clip_low, args.clip_high"
 # Mistakes that students and public code make: `labs.grade --hint` and `labs.bug` name them
@@ -123,18 +125,19 @@ MUTANTS = {
     "GSPO's ratio": (RATIO, f"ratio = ({SUM} / {LENGTH}).exp().expand_as(logp)"),
     "log-ratio divided by the length": (RATIO, f"ratio = ({LOG_RATIO} / {LENGTH}).exp()"),
     "π_old/π_θ for π_θ/π_old": (RATIO, "ratio = (batch.old_logp - logp).exp()"),
+    "log r for r": (RATIO, f"ratio = {LOG_RATIO}"),
     "μ for π_old": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
     "r itself clamped, as log r at ±ε": (RATIO, f"ratio = {LOG_RATIO}.clamp({BOUNDS}).exp()"),
     "clip of log r at ±ε": (CLIP, f"{LOG_RATIO}.clamp({BOUNDS}).exp()"),
     "ε at its default": (CLIP, "ratio.clamp(0.8, 1.2)"),
     "bounds swapped": (CLIP, "ratio.clamp(1 - args.clip_high, 1 + args.clip_low)"),
-    "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
+    "max for min": (SURROGATE, MAXIMUM),
+    "max for min where Â < 0": (SURROGATE, f"torch.where(A < 0, {MAXIMUM}, {SURROGATE})"),
     "clip without min": (SURROGATE, "clipped * A"),
     "no clip": (SURROGATE, "ratio * A"),
-    "Â whitened again in the loss": (
-        ADVANTAGE,
-        f"{ADVANTAGE}\n    A = (A - A.mean()) / (A.std() + 1e-8)",
-    ),
+    "a dual clip at 3": (SURROGATE, f"torch.where(A < 0, {SURROGATE}.maximum(3 * A), {SURROGATE})"),
+    "Â whitened again": (ADVANTAGE, WHITENED),
+    "KL to π_old": ("batch.ref_logp - logp", "batch.old_logp - logp"),
     "KL direction": ("batch.ref_logp - logp", "logp - batch.ref_logp"),
     "k1 for k3": (K3, "-log_ref_ratio"),
     "k2 for k3": (K3, "log_ref_ratio**2 / 2"),

@@ -1,6 +1,5 @@
 """What compares a file with its check: batches that reach every case, and comparisons."""
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -146,21 +145,7 @@ def matches(spec: ModuleType) -> Callable:
 
 # Tools of the checks
 
-NUMBERS: list | None = None  # the list of `all_numbers`, inside it
-
-
 ROUNDING = 0.0  # the grader allows what float32 rounds off, relative and absolute
-
-
-@contextlib.contextmanager
-def all_numbers() -> Iterator[list]:
-    """Yield a list to which `near` adds every number that it is given. Inside, it never raises."""
-    global NUMBERS
-    NUMBERS = []
-    try:
-        yield NUMBERS
-    finally:
-        NUMBERS = None
 
 
 def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
@@ -168,9 +153,6 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
     The message has the name, both numbers and, for tensors, the place with the largest
     difference."""
     found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
-    if NUMBERS is not None:
-        NUMBERS.append(found.tolist())
-        return
     assert found.shape == expected.shape, (
         f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
     )

@@ -1,6 +1,5 @@
-"""The checks of exercises.py. CHECKS maps a name to checks of a module with that function, each
-with a hint. MUTANTS maps it to known mistakes, which the grader's hint names, as {mistake: (a text
-that exercises.py has once, what it becomes)}."""
+"""The checks of exercises.py. CHECKS maps a name to checks of a module with that function. A
+check's docstring is its hint."""
 
 import itertools
 from collections.abc import Callable
@@ -45,7 +44,7 @@ def on_ranks(job: Callable, *each: tuple) -> list:
 
 
 def check_temperature(module: ModuleType) -> None:
-    """Expect the log-probs of softmax(logits / temperature), over the whole vocabulary."""
+    """Expect log-probs of softmax(logits / temperature): divide before the softmax."""
     logits = torch.tensor([[1.0, 2.0, 4.0], [0.0, 0.0, -1.0]], dtype=float64)
     for temperature in (0.5, 1.0, 2.0):
         chances = (logits / temperature).exp()
@@ -55,21 +54,21 @@ def check_temperature(module: ModuleType) -> None:
 
 
 def check_large_logits(module: ModuleType) -> None:
-    """Expect finite log-probs for logits of 1000 and -1000: no exp of a logit, no log of a 0."""
+    """Expect finite log-probs for logits of 1000 and -1000: log_softmax, not the log of softmax."""
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, 0.0]])
     logp = module.sampler_logprobs(logits, torch.tensor([1, 0]), 1.0)
     near(logp, [-1000.0, -1000.0], "logits [1000, 0], token 1, and [-1000, 0], token 0", 1e-3)
 
 
 def check_logits_are_left(module: ModuleType) -> None:
-    """Expect unchanged logits: nothing is done in place."""
+    """Expect unchanged logits: logits / temperature, not logits /= temperature."""
     logits = torch.tensor([[1.0, 2.0, 4.0]])
     module.sampler_logprobs(logits, torch.tensor([1]), 2.0)
     assert logits.tolist() == [[1, 2, 4]], f"[[1, 2, 4]] has become {logits.tolist()}"
 
 
 def check_bfloat16(module: ModuleType) -> None:
-    """Expect that bfloat16 logits become float32 before the softmax, not after it."""
+    """Expect that bfloat16 logits become float32 before the softmax: .float() first."""
     logits = torch.linspace(-1, 1, 1000).bfloat16()[None]
     logp = module.sampler_logprobs(logits, torch.tensor([500]), 1.0)
     assert logp.dtype != torch.bfloat16, "the log-probs are bfloat16"
@@ -82,7 +81,7 @@ GROUPS = [torch.tensor([0, 0, 1]), torch.tensor([1, 0, 1])]
 
 
 def check_spread_groups(module: ModuleType) -> None:
-    """Expect each group's z-score over all its rows, wherever they are."""
+    """Expect each group's z-score over all its rows: sums per group (index_add), then all_sum."""
     scores = on_ranks(module.rank_advantages, *((r, g, 2) for r, g in zip(REWARDS, GROUPS)))
     rewards, groups = torch.cat(REWARDS), torch.cat(GROUPS)
     wanted = torch.empty_like(rewards)
@@ -134,7 +133,7 @@ def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callabl
 
 
 def check_any_division(module: ModuleType) -> None:
-    """Expect the gradient of the mean over ten tokens, in any division into micro-batches."""
+    """Expect the gradient of the mean over ten tokens, however divided: divide once, at the end."""
     for sizes in ([1, 9], [3, 3, 4], [10]):
         parameter = torch.tensor(2.0, dtype=float64, requires_grad=True)
         mean = module.accumulate(parameter, parts(parameter, sizes, [0]))
@@ -155,8 +154,8 @@ def check_ess(module: ModuleType) -> None:
 
 
 def check_ess_far_out(module: ModuleType) -> None:
-    """Expect 1 if all log w are 500 or -500, since a common factor does not matter, and 1/B if one
-    weight dwarfs the others."""
+    """Expect 1 if all log w are 500 or -500, and 1/B if one weight dwarfs the others: take exp of a
+    difference of logsumexp only."""
     uneven = torch.tensor([0.0, -1, -2, -2])
     w = uneven.exp()
     for shift in (-500.0, 500.0):
@@ -168,7 +167,7 @@ def check_ess_far_out(module: ModuleType) -> None:
 
 
 def check_pass_by_counting(module: ModuleType) -> None:
-    """Expect the share of all choices of k from n samples that have a right one."""
+    """Expect the share of all choices of k from n that have a right one: not 1 - (1 - c/n)^k."""
     for n, c, k in ((5, 2, 3), (6, 1, 2), (4, 0, 2), (4, 4, 1), (5, 3, 5), (7, 3, 1)):
         chosen = list(itertools.combinations([1] * c + [0] * (n - c), k))
         wanted = sum(any(pick) for pick in chosen) / len(chosen)
@@ -176,7 +175,7 @@ def check_pass_by_counting(module: ModuleType) -> None:
 
 
 def check_pass_of_many(module: ModuleType) -> None:
-    """Expect that n = 10,000 neither overflows nor takes long."""
+    """Expect that n = 10,000 neither overflows nor takes long: a product of ratios."""
     near(module.pass_at_k(10_000, 1, 5_000), 0.5, "n = 10000, c = 1, k = 5000", 1e-9)
     near(module.pass_at_k(10_000, 5_000, 1), 0.5, "n = 10000, c = 5000, k = 1", 1e-9)
 
@@ -214,99 +213,12 @@ def check_any_ids(module: ModuleType) -> None:
 
 
 CHECKS = {
-    "sampler_logprobs": {
-        check_temperature: "divide the logits by the temperature before the softmax",
-        check_large_logits: "log_softmax, not the log of a softmax",
-        check_logits_are_left: "logits / temperature, not logits /= temperature",
-        check_bfloat16: ".float() first: eight bits of mantissa are two digits",
-    },
-    "rank_advantages": {
-        check_spread_groups: "sums per group (index_add), then all_sum, then divide",
-        check_rank_without_rows: "no branch on what this rank has: the others wait for its part",
-        check_equal_rewards: "sum in float64, whose mean of eight 0.7 is 0.7; divide by 1 at least",
-        check_large_rewards: "sum squares of (reward - mean), in a second all_sum",
-    },
-    "accumulate": {
-        check_any_division: "add up sums and counts, divide once at the end: no mean of means"
-    },
-    "ess_ratio": {
-        check_ess: "the sum's square over the sum of squares, and over B",
-        check_ess_far_out: "logsumexp of log w and of 2 log w, exp only of the difference",
-    },
-    "pass_at_k": {
-        check_pass_by_counting: "1 - C(n-c, k) / C(n, k); not 1 - (1 - c/n)^k",
-        check_pass_of_many: "a product of ratios: the binomials overflow",
-    },
-    "shift": {
-        check_columns: "column t predicts token t+1: begin one before the response",
-        check_full_row: "the last token predicts nothing, and is predicted",
-        check_any_ids: "only prompt_len and ends say what is response: compare columns with them",
-    },
+    "sampler_logprobs": [check_temperature, check_large_logits],
+    "rank_advantages": [check_spread_groups, check_rank_without_rows],
+    "accumulate": [check_any_division],
+    "ess_ratio": [check_ess, check_ess_far_out],
+    "pass_at_k": [check_pass_by_counting, check_pass_of_many],
+    "shift": [check_columns, check_full_row, check_any_ids],
 }
-
-AFTER = "torch.arange(1, sequences.shape[1] + 1)"
-WIDE = "(wide / temperature)"
-PASS = "1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))"
-ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)"
-MUTANTS = {
-    "sampler_logprobs": {
-        "no temperature": (WIDE, "wide"),
-        "log-probs divided by the temperature": (
-            f"{WIDE}.log_softmax(-1)",
-            "(wide.log_softmax(-1) / temperature)",
-        ),
-        "softmax in bfloat16": ("logits.float()", "logits"),
-        "log of a softmax": (f"{WIDE}.log_softmax(-1)", f"{WIDE}.softmax(-1).log()"),
-        "divided in place": (WIDE, "wide.div_(temperature)"),
-    },
-    "rank_advantages": {
-        "population std": ("(size - 1).clamp(min=1)", "size"),
-        "mean of this rank": (
-            "all_sum(zero.index_add(0, groups, exact)) / size",
-            "zero.index_add(0, groups, exact) / size + 0 * all_sum(zero)",
-        ),
-        "mean of squares less square of mean": (
-            "centred**2",
-            "(rewards**2 - (mean.float() ** 2)[groups]).double()",
-        ),
-        "a rank without rows returns at once": (
-            "    exact = rewards.double()",
-            "    if not len(rewards):\n        return rewards\n    exact = rewards.double()",
-        ),
-        "in float32": ("exact = rewards.double()", "exact = rewards"),
-        "a group of one divided by 0": ("(size - 1).clamp(min=1)", "(size - 1)"),
-    },
-    "accumulate": {
-        "mean of the micro-batches' means": (
-            "loss.backward()",
-            "(loss / count / len(micros)).backward()",
-        ),
-        "sum of the means": ("loss.backward()", "(loss / count).backward()"),
-        "not divided": ("parameter.grad /= tokens", "pass"),
-        "the last micro-batch's gradient": (
-            "        loss.backward()",
-            "        parameter.grad = None\n        loss.backward()",
-        ),
-    },
-    "ess_ratio": {
-        "plain space": (ESS, "log_w.exp().sum() ** 2 / (log_w.exp() ** 2).sum() / len(log_w)"),
-        "not divided by B": (" / len(log_w)", ""),
-        "not squared above": ("2 * log_w.logsumexp(0) -", "log_w.logsumexp(0) -"),
-    },
-    "pass_at_k": {
-        "drawn with replacement": (PASS, "1 - (1 - c / n) ** k"),
-        "a factor too early": ("n - c + 1, n + 1", "n - c, n"),
-        "binomials in floats": (PASS, "1 - float(math.comb(n - c, k)) / float(math.comb(n, k))"),
-    },
-    "shift": {
-        "no shift": (AFTER, "torch.arange(sequences.shape[1])"),
-        "no EOS": ("after < ends[:, None]", "after < ends[:, None] - 1"),
-        "the first token is missing": ("after >= prompt_len", "after > prompt_len"),
-        "the prompt too": ("(after >= prompt_len[:, None]) & (after < ends", "(after < ends"),
-        "padding too": (" & (after < ends[:, None])", ""),
-        "tokens whose id is 0 dropped": (
-            "(after < ends[:, None])",
-            "(after < ends[:, None]) & (sequences.roll(-1, dims=1) != 0)",
-        ),
-    },
-}
+CHECKS["sampler_logprobs"] += [check_logits_are_left, check_bfloat16]
+CHECKS["rank_advantages"] += [check_equal_rewards, check_large_rewards]

@@ -4,10 +4,10 @@ follow: its value, gradient and count on a batch, with several flags, also in mi
 wrote `measures`, its metrics are checked last.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
+    python -m labs.grade mine.py:grpo_loss      judges a loss with any arguments (labs/judge.py)
 
 --exercise, the file's name, or its first line, which labs.blank writes, say which exercise it is.
-The exit code is 0 if all checks hold, 1 if one does not, and 2 if FILE is not an exercise. --hint
-names a known mistake if it gives all the numbers that a check finds; else it says what is asked.
+The exit code is 0 if all checks hold, 1 if not, 2 if FILE is no exercise. --hint gives the rules.
 
 The file runs in a process of its own with limits on time and memory. That protects against
 accidents, but not against a file that is made to cheat or to do harm: read others' files first.
@@ -25,41 +25,29 @@ import textwrap
 import tokenize
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import checks
 import torch
-from checks.files import MODULES, PATHS
+from checks.files import MODULES
 from checks import harness
-from checks.harness import NO_MEASURES, all_numbers
+from checks.harness import NO_MEASURES
 from common.cli import BadInput, in_one_line, say
 from common.tasks.reward import bound_memory
 from tools import arguments
 
 from labs import exercise_checks
-from labs.blank import EXERCISES, HEAD, TAKEN, single
+from labs.blank import HEAD, TAKEN, single
 
 SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
 # Checks of the whole, in their order. A wrong part fails them, too, so the first of those that fail
 # is shown, and only if every part holds.
 LATER = "check_fixture check_loss check_parts_add_up check_statistics".split()
-TEXTBOOK = "equal rewards not made 0"
-NO_REFERENCE = "If β = 0 there is no reference: batch.ref_logp is None, the KL term left out"
 Check = Callable[[ModuleType], None]
-
-
-class Verdict(NamedTuple):
-    """What is wrong according to a check, and the evidence: every number that the check finds, and
-    how the check ends if it goes on behind the first wrong number. All are empty if it holds."""
-
-    reason: str = ""
-    numbers: list = []
-    end: str = ""
 
 
 def exercise_of(path: Path, source: str, asked: str | None) -> str:
@@ -87,7 +75,7 @@ def stage(check: Check | None) -> int:
     return LATER.index(name) + 1 if name in LATER else 0
 
 
-def shown(failed: dict[Check | None, Verdict]) -> list[Check | None]:
+def shown(failed: dict[Check | None, str]) -> list[Check | None]:
     """Return the checks to show: all parts that fail, or else the first check of the whole."""
     parts = [check for check in failed if stage(check) == 0]
     return parts or [*failed][:1]
@@ -118,7 +106,8 @@ def load(source: str, path: Path) -> ModuleType:
     tests = [node for node in tree.body if isinstance(node, ast.If)]
     of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
     of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
-    of_a_run += [node for node in tree.body if ast.unparse(node).startswith("main = ")]  # a variant
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    of_a_run += [node for node in assigned if ast.unparse(node).startswith("main = ")]  # a variant
     tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
@@ -142,7 +131,7 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     limit_this_process()
     own_process = os.getpid()
 
-    def send(found: Verdict) -> None:
+    def send(found: str) -> None:
         if os.getpid() != own_process:  # a fork that returned here would go on with the checks
             os._exit(1)
         results.send(found)
@@ -150,26 +139,16 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     try:
         module = load(source, path)
     except BaseException as error:
-        send(Verdict(in_words(error, path)))
+        send(in_words(error, path))
         return
     wanted = TAKEN if name in MODULES else (name,)
     missing = [one for one in wanted if not hasattr(module, one)]
     if missing:
-        send(Verdict(f"it has no function {' and no '.join(missing)}"))
+        send(f"it has no function {' and no '.join(missing)}")
         return
-    send(Verdict())
+    send("")
     for check in checks_of(name):
-        send(verdict(module, check, path))
-
-
-def verdict(module: ModuleType, check: Check, path: Path) -> Verdict:
-    """Run a check. If it fails, run it again for all its numbers."""
-    reason = outcome(module, check, path)
-    if not reason:
-        return Verdict()
-    with all_numbers() as numbers:
-        end = outcome(module, check, Path())
-    return Verdict(reason, numbers, end)
+        send(outcome(module, check, path))
 
 
 def outcome(module: ModuleType, check: Check, path: Path) -> str:
@@ -184,18 +163,6 @@ def outcome(module: ModuleType, check: Check, path: Path) -> str:
     finally:
         harness.ROUNDING = 0.0
     return ""
-
-
-def same(one: Verdict, other: Verdict) -> bool:
-    """Tell whether two verdicts have the same evidence. NaN is the evidence of nothing."""
-    if bool(one.reason) != bool(other.reason) or one.end != other.end or "nan" in one.end:
-        return False
-    if len(one.numbers) != len(other.numbers):
-        return False
-    for found, known in zip(map(torch.tensor, one.numbers), map(torch.tensor, other.numbers)):
-        if found.shape != known.shape or not torch.allclose(found, known, rtol=1e-4, atol=1e-6):
-            return False
-    return True
 
 
 def in_words(error: BaseException, path: Path) -> str:
@@ -216,7 +183,7 @@ def in_words(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}{place}" + (f" ({said})" if said else "")
 
 
-def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, Verdict], int]:
+def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
     """Return what is wrong, by check (None: loading the file), and how many checks hold. A file
     that ends its process, or runs too long, fails the current check, and the others do not run."""
     ours, theirs = Pipe(duplex=False)
@@ -235,7 +202,7 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, Verdic
     try:
         for step in [None, *checks_of(name)]:
             found, goes_on = next_verdict(ours)
-            if found.reason:
+            if found:
                 failed[step] = found
             elif step:
                 held += 1
@@ -249,63 +216,22 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, Verdic
     return failed, held
 
 
-def next_verdict(results: Connection) -> tuple[Verdict, bool]:
+def next_verdict(results: Connection) -> tuple[str, bool]:
     """Return the next check's verdict, and whether the process goes on."""
     if not results.poll(SECONDS):
-        return Verdict(f"still running after {SECONDS} seconds: an endless loop?"), False
+        return f"still running after {SECONDS} seconds: an endless loop?", False
     try:
         return results.recv(), True
     except EOFError:
-        return Verdict("it ended its process: os._exit, or a crash"), False
+        return "it ended its process: os._exit, or a crash", False
 
 
-def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """Yield the known mistakes of an exercise, each with a module that makes it."""
-    if name in MODULES:
-        path, mutants = PATHS[name], checks.of(name)[1]
-    else:
-        path, mutants = EXERCISES, exercise_checks.MUTANTS[name]
-    for damage, (old, new, *_) in mutants.items():
-        yield damage, load(checks.replaced(path, old, new), path)
-
-
-def hint(name: str, failed: dict[Check | None, Verdict]) -> str:
-    """Name the known mistake that explains every check. If there is none, name those that explain a
-    check that fails and break none that holds, and say what the other checks that are shown ask
-    for. The textbook's std comes last, as it hides no other mistake."""
-    if None in failed or "TODO" in next(iter(failed.values())).reason:
+def hint(failed: dict[Check | None, str]) -> str:
+    """Say what the checks that are shown ask for."""
+    if None in failed or "TODO" in next(iter(failed.values())):
         return "Make the file run first; a TODO is what you are to write."
-    every, now = checks_of(name), shown(failed)
-    told = [check for check in every if check.__name__ != "check_statistics" or check in now]
-    alike: dict[Check | None, list[str]] = {check: [] for check in told if check in failed}
-    exact = []
-    for damage, module in damages(name):
-        if any(outcome(module, check, Path()) for check in told if check not in failed):
-            continue
-        wrong = {check: verdict(module, check, Path()) for check in alike}
-        agreeing = [check for check in alike if same(wrong[check], failed[check])]
-        if len(agreeing) == len(alike):
-            exact.append(damage)
-        for check in agreeing:
-            alike[check].append(damage)
-    if exact:
-        return f"{either(exact)} has just this effect."
-    explained: dict[str, list[str]] = {}
-    for check, names in sorted(alike.items(), key=lambda x: (TEXTBOOK in x[1], not x[1])):
-        if names:
-            explained.setdefault(f"{either(names)} would explain", []).append(plain_name(check))
-        elif check not in now or "TODO" in failed[check].reason:
-            continue
-        elif "NoneType" in failed[check].reason:
-            explained.setdefault(NO_REFERENCE, []).append(plain_name(check))
-        else:
-            asked = check.__doc__ if name in MODULES else exercise_checks.CHECKS[name][check]
-            explained[f"Asked is: {' '.join(asked.split()).rstrip('.')}"] = [plain_name(check)]
-    return " ".join(f"{what} ({', '.join(names)})." for what, names in explained.items())
-
-
-def either(names: list[str]) -> str:
-    return " or ".join(f"'{name}'" for name in names)
+    rules = [f"{check.__doc__.strip()} ({plain_name(check)})" for check in shown(failed)]
+    return " ".join("; ".join(rules).split())
 
 
 def plain_name(check: Check | None) -> str:
@@ -313,12 +239,12 @@ def plain_name(check: Check | None) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
-def report(failed: dict[Check | None, Verdict], held: int, every: list[Check]) -> str:
+def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> str:
     """List the checks that fail and are shown, grouped by reason, and count those that hold."""
     now = shown(failed)
     groups: dict[str, list[str]] = {}
     for check in now:
-        groups.setdefault(failed[check].reason, []).append(plain_name(check))
+        groups.setdefault(failed[check], []).append(plain_name(check))
     paragraphs, indent = [], " " * 9
     for reason, names in groups.items():
         for text in (f"NOT YET  {', '.join(names)}", f"{indent}Found: {reason}"):
@@ -334,27 +260,35 @@ def report(failed: dict[Check | None, Verdict], held: int, every: list[Check]) -
 
 def main() -> int:
     parser = arguments(__doc__, "labs.grade")
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", metavar="FILE[:FUNCTION]")
     parser.add_argument("--hint", action="store_true")
     parser.add_argument("--exercise", metavar="NAME", help="which one FILE is meant to be")
     words = parser.parse_args()
     if sys.flags.optimize:
         parser.error("python -O and PYTHONOPTIMIZE remove the checks: run without them")
+    file, _, function = words.file.partition(":")
+    path = Path(file)
     try:
-        source = read(words.file)
-        name = exercise_of(words.file, source, words.exercise)
+        source = read(path)
+        if function:
+            from labs import judge  # which imports this file
+
+            return judge.judge(path, source, function)
+        name = exercise_of(path, source, words.exercise)
     except (BadInput, OSError) as error:
-        parser.error(in_one_line(error))
-    failed, held = grade(name, words.file, source)
+        parser.error(str(error) if function else in_one_line(error))
+    failed, held = grade(name, path, source)
     every = checks_of(name)
     for check, found in [*failed.items()]:
-        if found.reason == NO_MEASURES:  # `measures` is an exercise of its own
+        if found == NO_MEASURES:  # `measures` is an exercise of its own
             say("Not graded: measures, which is a second, optional exercise.")
             del failed[check]
             every.remove(check)
     say(report(failed, held, every))
     if failed and words.hint:
-        say(textwrap.fill(f"Hint. {hint(name, failed)}", 100))
+        say(textwrap.fill(f"Hint. {hint(failed)}", 100))
+        if name in MODULES:
+            say(f"The judge names known mistakes: python -m labs.grade {path}:policy_loss")
     return 1 if failed else 0
 
 
