@@ -38,7 +38,7 @@ NAMES = {
     "logp": LOGP + "|^(new|cur|current)$",
     "ratio": "^(importance_|prob_)?ratios?$",
     "mask": "mask|^(m|valid|keep|(non|not)_?pad)$",
-    "advantages": "adv|^a(_hat|hat|_i|_t)?$",
+    "advantages": "adv|^a(_?hat|_[a-z]{1,2})?$",
     "entropy": "entrop(y|ies)$",
     "is_cap": r"(^|_)cap(_|$)|((is|tis|ratio|weight)_?(max|thres)|max_?(is|ratio|weight))",
     "clip_high": "(clip|eps).*(hi|up|plus|_h$)|eps.*max",
