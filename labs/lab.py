@@ -109,8 +109,11 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
     arms = getattr(lab, "QUICK", lab.ARMS) if quick else lab.ARMS
     commands = {arm: lab.ARMS[arm] if isinstance(lab.ARMS[arm], str) else "" for arm in arms}
     results = {arm: [] for arm in arms}
+    beside = {}  # what other programs have put into the table
     if trains and not quick and table.exists():
         old = json.loads(table.read_text(encoding="utf-8"))
+        if "beside" in old:
+            beside["beside"] = old["beside"]
         for arm, command in commands.items():
             if old["arms"].get(arm) == command:
                 results[arm] = old["results"][arm]
@@ -120,7 +123,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
         "quick": quick,
         "date": str(date.today()),
         "arms": commands,
-    }
+    } | beside
 
     def one(job: tuple[int, str]) -> dict:
         seed, arm = 1 + job[0], job[1]

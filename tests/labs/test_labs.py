@@ -125,7 +125,9 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     expected = [("grpo.py --lr 1e-3", 1), ("grpo.py --lr 1e-3", 2), ("sapo.py", 1), ("sapo.py", 2)]
     assert sorted(made) == expected
     monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1e-4", "two": "sapo.py"})
+    lab.write(table, json.loads(table.read_text()) | {"beside": {"a": 1}})
     lab.run(module, table, 1, False)
+    assert json.loads(table.read_text())["beside"] == {"a": 1}
     assert made[4:] == [("grpo.py --lr 1e-4", 1)]
     assert [len(runs) for runs in results(table).values()] == [1, 2]
 
