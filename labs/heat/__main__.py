@@ -82,8 +82,9 @@ ARMS = {}
 for (updates, prompts, heat), flags in LEVELS.items():
     ARMS[f"{updates} of {prompts}, {heat}"] = f"grpo.py {flags} --eval_samples 1"
 for name, flags in OTHER.items():
-    one = " --minibatches 1" if "×" in name else ""
-    ARMS[name] = f"grpo.py {flags}{one} --eval_samples 1"
+    if "×" in name:
+        flags += " --minibatches 1"
+    ARMS[name] = f"grpo.py {flags} --eval_samples 1"
 for name in METHODS:
     file = f"{name}.py" if name in NINE else f"-m variants.{name}"
     steps = "--steps 120 --eval_every 20" if name == "vcpo" else "--steps 45 --eval_every 15"
@@ -148,9 +149,9 @@ def draw(results: dict) -> object:
         return figure
     colours = {1: lab.ORANGE, 4: lab.BLUE, 16: lab.GREEN, 64: lab.PINK}
     for updates, prompts, heat in LEVELS:
-        beside = 0.94 + 0.03 * list(colours).index(prompts)  # so that dots do not hide each other
+        shift = 0.94 + 0.03 * list(colours).index(prompts)  # so that dots do not hide each other
         for run in results[f"{updates} of {prompts}, {heat}"]:
-            x = float(heat) * beside
+            x = float(heat) * shift
             axes[0].scatter(x, level(run), s=22, color=colours[prompts], alpha=0.6)
     lab.plain_ticks(axes[0], "x", (3.6e-4, 7.3e-4, 1.5e-3))
     lab.key(axes[0], {f"P = {prompts}": colour for prompts, colour in colours.items()})
