@@ -132,11 +132,6 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     sharers, _ = update_groups(world, sharing)  # all ranks must create their groups together
     if plain:
         return broadcast_module(policy, world)
-    named = policy.named_parameters(remove_duplicate=False)
-    held = [weight for name, weight in named if LAYER.search(name)]
-    if len(held) > len(set(held)):
-        alone = "use --dtype float32 --shard_ranks 1, without --offload"
-        raise BadInput(f"--model: its layers share weights, which cannot be sharded: {alone}")
     options = {
         "mesh": DeviceMesh.from_group(sharers, world.device.type),
         # Every unit frees its gathered weights after a pass. By default the root unit keeps them
@@ -149,14 +144,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
-    policy = fully_shard(broadcast_module(policy, world), **options)
-    if args.dtype == "bfloat16" and hasattr(policy, "routing"):  # a Policy
-        # Some families multiply by numbers that they keep in float32 (MiniMax's decay) and fail.
-        some = torch.zeros(2, 3, dtype=torch.long, device=world.device)  # [rows, tokens]
-        what = f"{type(policy.lm).__name__} does not compute in it: use --dtype float32"
-        with blame(f"--dtype bfloat16: {what}"), torch.no_grad():
-            policy(some, some == 0, 1.0)
-    return policy
+    return fully_shard(broadcast_module(policy, world), **options)
 
 
 @cache

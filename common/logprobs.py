@@ -14,7 +14,7 @@ from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
-from common.scale.head import Pair, Readout, TokenLogprobs, head_of
+from common.scale.head import Pair, Readout, TokenLogprobs
 from common.scale.routing import Routing, routers
 
 # The fixed cost of a forward and backward pass, in tokens, of a dense model and of one with
@@ -66,8 +66,8 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets, others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        asked = targets, head_of(self.lm, temperature), readout
-        return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
+        asked = targets, temperature, readout, self.compiled
+        return TokenLogprobs.apply(hidden, weight, *asked)
 
 
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:

@@ -14,11 +14,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
 from common.batch import Rollout
-from common.cli import Flags, RunStopped, blame
+from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import LAYER, World, broadcast_module, full_parameters
-from common.logprobs import Policy, response_logprobs
-from common.scale.head import head_of, head_product
+from common.scale.head import head_product
+from common.scale.routing import Routing
 
 # Float8 leaves routers as they are, because a rounded router would choose other experts.
 ROUTERS = ("gate.weight", "router.weight")
@@ -80,35 +80,17 @@ class HFEngine:
         # `sync` casts weights to this dtype. None, because float8 rounds the float32 weights.
         self.sync_dtype = None if self.float8 else precision
         self.lm = broadcast_module(copy.deepcopy(lm), world).eval().requires_grad_(False)
-        policy = Policy(self.lm)
         self.device = world.device
         self.max_rows = max_rows
-        self.routing = policy.routing
+        self.routing = Routing(self.lm)
         self.reports_experts = experts and self.routing.active
         self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Each rank has its own seed. A run with the same seed draws the same samples.
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
-        with blame(f"--rollout hf: cannot sample {type(lm).__name__}, try --rollout vllm"):
-            self._check_cache(policy)
         for parameter in self.lm.parameters():  # not lm.to(): rotary frequencies must stay float32
             parameter.data = parameter.data.to(precision)
-        what = f"{type(lm).__name__} does not compute in it: use float32"
-        with blame(f"--rollout_dtype {dtype}: {what}"):
-            self._sample([[1]], [[]], 1, 1, 0.0, 1.0)  # greedy, so that it draws no random number
-
-    @timed("load")
-    def _check_cache(self, policy: Policy) -> None:
-        """Refuse a model whose log-probs change with a cache: some families' caches ignore padding
-        or rows. Try it on two contexts of unequal length, whose rows end at different times."""
-        state = self.state_dict()
-        found = self.generate([[1], [*range(9)]], 2, 12, 1.0, prefixes=[[], [1, 2, 3]])
-        self.load_state_dict(state)
-        logp, _ = response_logprobs(policy, found, 1.0)
-        gap = (logp - found.rollout_logp).abs().max().item()
-        if gap > 0.005:  # rounding: 1e-5
-            raise ValueError(f"its cache changes log-probs by {gap:.2g}")
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
@@ -185,8 +167,7 @@ class HFEngine:
         logits, attention, length, cache, routed = self._prefill(contexts, n, limit)
         rows, on = len(logits), {"device": self.device}
         # Without sliding windows, sdpa takes a boolean mask.
-        windows = any(type(layer) is not DynamicLayer for layer in cache.layers)
-        boolean = self.lm.config._attn_implementation == "sdpa" and not windows
+        boolean = all(type(layer) is DynamicLayer for layer in cache.layers)
         position = length[:, None]  # [N, 1]
         given = torch.tensor([len(p) for p in prefixes], **on)  # [P]
         budget = limit - given.repeat_interleave(n)  # [N]
@@ -238,8 +219,7 @@ class HFEngine:
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
         last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
-        product = head_product(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
-        return head_of(self.lm).logits(product)  # [rows, V]
+        return head_product(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """Sample each row's next token; return it, `[rows, 1]`, and all log-probs, `[rows, V]`."""

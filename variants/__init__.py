@@ -12,8 +12,9 @@ import dis
 import inspect
 import linecache
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 
@@ -80,11 +81,20 @@ def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
     exec(compile(source, name, "exec", dont_inherit=True), namespace)
     main = namespace["main"]
     main.source, main.imports = source, imports
-    for step in dis.get_instructions(main):
-        known = step.argval in namespace or hasattr(builtins, str(step.argval))
-        if step.opname == "LOAD_GLOBAL" and not known:
-            raise NameError(f"{name} needs {step.argval}, which the file does not define")
+    for needed in global_names(main.__code__):
+        if needed not in namespace and not hasattr(builtins, needed):
+            raise NameError(f"{name} needs {needed}, which the file does not define")
     return main
+
+
+def global_names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function reads, also in its lambdas and comprehensions."""
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            yield step.argval
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from global_names(part)
 
 
 def imported(module: ModuleType) -> dict[str, object]:

@@ -1,36 +1,23 @@
-"""The files of a model's folder: what they declare, and what is wrong with them."""
+"""The files of a model's folder: what they declare."""
 
 import contextlib
 import json
-import re
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import cached_file, is_protobuf_available, is_sentencepiece_available
+from transformers.utils import cached_file
 
 from common.cli import blame, say
 
 
 def fault_of(folder: Path) -> str:
-    """Return what is wrong with the files of a folder, or "". Libraries would ignore it, or fail in
-    words of their own."""
-    files = {path.name for path in folder.iterdir() if path.is_file()}
-    small = [name for name in files if (folder / name).stat().st_size < 1000]
-    lfs = b"version https://git-lfs"  # how the texts begin that a clone without git-lfs has
-    git_lfs = [name for name in small if (folder / name).read_bytes().startswith(lfs)]
-    adapter = [name for name in files if name.startswith("adapter_")]
-    both = {"model.safetensors", "model.safetensors.index.json"}
-    lacks = not (is_sentencepiece_available() and is_protobuf_available())
-    sentencepiece = "tokenizer.model" in files and "tokenizer.json" not in files
-    faults = {
-        "the folder holds no *.safetensors weights": not any(folder.glob("*.safetensors")),
-        f"holds {' and '.join(sorted(both))}: remove the older weights": both <= files,
-        f"a Git LFS pointer instead of the file, {git_lfs}: git lfs pull": git_lfs,
-        f"holds an adapter, {adapter}: merge it into its model, or remove it": adapter,
-        "its tokenizer.model needs sentencepiece and protobuf": sentencepiece and lacks,
-    }
-    return next((fault for fault, holds in faults.items() if holds), "")
+    """Return what is wrong with the files of a folder, or "". Libraries would say nothing."""
+    files = {path.name for path in folder.iterdir()}
+    if {"model.safetensors", "model.safetensors.index.json"} <= files:
+        return "holds model.safetensors and model.safetensors.index.json: remove the older weights"
+    if any(name.startswith("adapter_") for name in files):
+        return "holds an adapter: merge it into its model, or remove it"
+    return ""
 
 
 def read_json(source: str, name: str) -> dict:
@@ -45,25 +32,11 @@ def read_json(source: str, name: str) -> dict:
 
 def after_training(config: dict, lm: PreTrainedModel, tied: bool) -> dict:
     """Return the entries of config.json as they are after training: float32, with the head that it
-    really has, and without layers that predict further tokens (MTP)."""
+    really has."""
     config = config | {"architectures": [type(lm).__name__], "tie_word_embeddings": tied}
-    for name, value in config.items():
-        if name in ("dtype", "torch_dtype"):
-            config[name] = "float32"
-        if re.search("mtp|nextn", name) and isinstance(value, int) and value:
-            say(f"{name} is {value} in config.json, but such layers are not loaded or saved")
-            config[name] = type(value)(0)  # 0, or False
+    for name in config.keys() & {"dtype", "torch_dtype"}:
+        config[name] = "float32"
     return config
-
-
-def check_rope(config: dict) -> None:
-    """Refuse a config.json whose kind of RoPE is unknown, or depends on the longest row of a
-    micro-batch (dynamic, longrope), on which a row's log-probs would then depend, too."""
-    entries = str([config.get(name) for name in ("rope_parameters", "rope_scaling")])
-    kinds = set(re.findall(r"'(?:rope_)?type': '(\w+)'", entries))  # maybe nested by layer
-    known = {"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"}
-    if odd := kinds - known:
-        raise ValueError(f"RoPE of type {min(odd)} cannot be trained: use another model")
 
 
 def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:

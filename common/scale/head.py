@@ -5,11 +5,9 @@ several copies. Here a block's logits are read and dropped, and computed again i
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from common.distributed import compiled
 
@@ -33,28 +31,6 @@ def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.linear(hidden, weight).float()
 
 
-class Head(NamedTuple):
-    """What turns a product hidden @ weight.T into logits: the soft cap · tanh(product / cap) that
-    some families have (0: no cap), and a division by the temperature."""
-
-    temperature: float = 1.0
-    cap: float = 0.0
-
-    def logits(self, product: Tensor) -> Tensor:
-        """Turn products into logits, `[..., V]` -> `[..., V]`, float32."""
-        if self.cap:
-            product = self.cap * torch.tanh(product / self.cap)
-        return product if self.temperature == 1 else product / self.temperature
-
-
-def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
-    """Find a model's head: families have different names for factor and cap in config.json."""
-    factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
-    divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
-    return Head(temperature * divisor / factor, cap)
-
-
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add `left [V, b]` @ `right [b, H]` to `total [V, H]`, float32.
 
@@ -66,31 +42,28 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
+def read_block(
+    product: Tensor, tokens: Tensor, temperature: float, readout: Readout | None
+) -> Pair:
     """Return log π of the `tokens [b, K]` at the head's product `[b, V]`, `[b, K]`, and the
     statistic of each row, `[b]`."""
-    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
+    logprobs = (product / temperature).log_softmax(-1)  # [b, V]
     statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
     return logprobs.gather(-1, tokens), statistic
 
 
 def d_product(
-    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
+    product: Tensor, tokens: Tensor, d_logp: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """Compute the gradient at the head's product, `[b, V]`, in `dtype`. At the logits it is the sum
     over the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
-    logits = head.logits(product)  # [b, V]
-    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    d_logits = (product / temperature).softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
     d_logits.scatter_add_(-1, tokens, d_logp)
-    if head.temperature != 1:
-        d_logits /= head.temperature
-    if head.cap:  # tanh' = 1 - tanh²
-        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
-    return d_logits.to(dtype)
+    return (d_logits / temperature).to(dtype)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """The function log softmax(head's logits)[targets], with the `readout`'s statistic.
+    """The function log softmax(logits / temperature)[targets], with the `readout`'s statistic.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M, K]` -> logp `[M, K]`, statistic `[M]` (no
     gradient), both float32. Of the K tokens at a position, the readout gets the first.
@@ -107,19 +80,19 @@ class TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        head: Head,
+        temperature: float,
         readout: Readout | None,
         compile: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.head, ctx.compile = head, compile
+        ctx.temperature, ctx.compile = temperature, compile
         # When compiled, a block writes and reads fewer tensors of that size.
         read = compiled(read_block) if compile else read_block
         logp = torch.empty(targets.shape, device=hidden.device)  # [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
-            logp[rows], statistic[rows] = read(product, targets[rows], head, readout)
+            logp[rows], statistic[rows] = read(product, targets[rows], temperature, readout)
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
@@ -132,7 +105,7 @@ class TokenLogprobs(torch.autograd.Function):
         differentiate = compiled(d_product) if ctx.compile else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]
-            inputs = product, targets[rows], d_logp[rows], ctx.head, weight.dtype
+            inputs = product, targets[rows], d_logp[rows], ctx.temperature, weight.dtype
             gradient = differentiate(*inputs)  # [b, V]
             d_hidden[rows] = gradient @ weight
             add_product(d_weight, gradient.T, hidden[rows])

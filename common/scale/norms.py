@@ -18,7 +18,7 @@ from common.batch import Rollout
 from common.cli import Flags
 from common.distributed import World
 from common.logprobs import micro_batches, response_logprobs
-from common.scale.head import BLOCK_ELEMENTS, d_product, head_of, head_product
+from common.scale.head import BLOCK_ELEMENTS, d_product, head_product
 
 
 def gradient_norms(
@@ -108,7 +108,7 @@ class HeadPart:
     def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
         self.lm = lm
         self.micro = micro
-        self.head = head_of(lm, temperature)
+        self.temperature = temperature
         # The head's gradient in the row of each position's token. If embedding and head share their
         # weight, the embedding needs it, which the backward pass reaches last.
         self.at_tokens: Tensor | None = None  # [n, S, H]
@@ -126,7 +126,7 @@ class HeadPart:
             ones = micro.mask[row, : len(x), None]  # [T, 1]
             steps = torch.arange(len(tokens), device=hidden.device)  # [T]
             for block in steps.split(max(1, BLOCK_ELEMENTS // len(weight))):
-                inputs = tokens[block], ones[block], self.head, weight.dtype
+                inputs = tokens[block], ones[block], self.temperature, weight.dtype
                 d = d_product(head_product(x[block], weight), *inputs)  # [b, V]
                 gradient += d.T @ x[block]
             squares[row] = torch.linalg.vector_norm(gradient).square()

@@ -24,7 +24,7 @@ BAD_INPUT = [
     ("grpo", "--model clash/task.py", "clash/task.py: is a file"),
     ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
-    ("grpo", "--model empty", "holds no *.safetensors weights"),
+    ("grpo", "--model empty", "--model empty: cannot be loaded (Unrecognized model in empty"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),
