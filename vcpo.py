@@ -72,12 +72,13 @@ from common.distributed import World, clip_gradients, divide_gradients, shard, t
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
+from common.logprobs import gradient_norms  # <own>
 from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.records.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.rollout import make_engine
 from common.run import Run
-from common.scale.norms import gradient_norms, unsupported_module  # <own>
+from common.scale.norms import unsupported_module  # <own>
 import torch
 from torch import Tensor
 

@@ -11,6 +11,7 @@ step of grpo.py calls them in this order:
 You can understand an algorithm without these:
     cli, launch   flags and one-line errors; the way from the command line to `main`
     model         loading weights and tokenizer
+    model_files   the files of a model's folder: where they are, what they declare
     clock         where the time of a step goes
     run           a run from start to end: what it logs, what stops it, what it prints
 `tasks/` holds what problems and rewards are made of:
@@ -29,7 +30,6 @@ You can understand an algorithm without these:
 `scale/` holds what large models need:
     head          log-probabilities over a vocabulary of 152k tokens, a block of rows at a time
     vllm          the vLLM engine
-    folder        the files of a model's folder: what they declare, and what is wrong with them
     routing       mixtures of experts: recording and replaying which experts get a token
     norms         the gradient norm of each response, in one pass
 `tiny/` is the embedded task and its models.

@@ -19,7 +19,8 @@ from torch._dynamo.exc import TorchDynamoException
 from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
 from common.clock import SECONDS
 from common.distributed import ALONE, SMALL, World, setup
-from common.model import EMBEDDED, parameters_of
+from common.model import parameters_of
+from common.model_files import EMBEDDED
 
 Stage = Callable[[Flags, World], None]
 # The flags whose right value depends on the model, and what people usually take.

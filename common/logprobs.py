@@ -15,6 +15,7 @@ from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
 from common.scale.head import Pair, Readout, TokenLogprobs
+from common.scale.norms import tapped
 from common.scale.routing import Routing, routers
 
 # The fixed cost of a forward and backward pass, in tokens, of a dense model and of one with
@@ -66,8 +67,7 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets, others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        asked = targets, temperature, readout, self.compiled
-        return TokenLogprobs.apply(hidden, weight, *asked)
+        return TokenLogprobs.apply(hidden, weight, targets, temperature, readout, self.compiled)
 
 
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
@@ -186,6 +186,25 @@ def all_logprobs(
                 part = part.unflatten(0, (len(rows), -1))  # [n, S, layers, k]
                 sent[rows.cpu(), : part.shape[1]] = part
     return Logprobs(logp, statistic, sent)
+
+
+def gradient_norms(
+    policy: Policy, batch: Rollout, args: Flags, world: World
+) -> tuple[Tensor, Tensor]:
+    """Return log π of every sampled token `[N, T]` and |g| of every response `[N]` under `policy`,
+    where g is the gradient of the response's Σ log π (common/scale/norms.py).
+
+    All ranks must call it, each with any number of responses.
+    """
+    logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
+    for rows in micro_batches(policy, batch, args.micro_tokens, world):
+        micro = batch.rows(rows)
+        with tapped(policy.lm, micro, args.temperature) as squares:
+            of_micro, _ = response_logprobs(policy, micro, args.temperature, readout=None)  # [n, T]
+            (squared,) = torch.autograd.grad(of_micro.sum(), squares)  # [n]; [1] without rows
+        logp[rows] = of_micro.detach()
+        norms[rows] = squared[: len(micro)].clamp(min=0).sqrt()
+    return logp, norms
 
 
 def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
-from common.cli import BadInput, blame, say
+from common.cli import blame, say
 from common.distributed import ALONE, World, from_rank_0
-from common.scale.folder import after_training, eos_ids, fault_of, read_json
+from common.model_files import config_to_save, eos_ids, read_json, source_of
 
 logging.disable_progress_bar()  # the run has its own
 # Families that `Policy` and the engines compute rightly: causal sdpa attention, and logits that are
@@ -18,34 +18,8 @@ logging.disable_progress_bar()  # the run has its own
 FAMILIES = (
     "llama mistral qwen2 qwen3 qwen3_moe qwen3_5_text gemma3_text olmo2 olmo3 smollm3".split()
 )
-TINY = Path(__file__).with_name("tiny")
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-EMBEDDED = {
-    "tiny": TINY / "model",
-    "tiny-moe": TINY / "model-moe",
-    "tiny-teacher": TINY / "model-teacher",
-}
-
-
 SAFE = {"trust_remote_code": False}  # a model folder's own code never runs
-
-
-def source_of(name: str, flag: str = "--model") -> str:
-    """Return the folder or hub name of a model; raise BadInput if it can be neither."""
-    source = str(EMBEDDED.get(name, name))
-    if name and Path(source).is_dir():
-        if wrong := fault_of(Path(source)):
-            raise BadInput(f"{flag} {name}: {wrong}")
-        return source
-    if Path(source).is_file():
-        raise BadInput(f"{flag} {name}: is a file; use a folder with config.json and *.safetensors")
-    if name.count("/") != 1:  # not a hub name
-        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
-        raise BadInput(f"{flag} {name!r}: no such folder; {known}")
-    unknown = "no such folder, and as a hub name neither cached nor within reach"
-    with blame(f"{flag} {name}: {unknown}"):
-        cached_file(source, "config.json")
-    return source
 
 
 def config_of(source: str) -> PreTrainedConfig:
@@ -113,7 +87,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             # A hash for config.json, because a resumed run must have begun from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
-            own = after_training(own, lm, tied)
+            own = config_to_save(own, lm, tied)
             generation["eos_token_id"] = eos if len(eos) > 1 else eos[0]
             lm.own = {"config.json": own, "generation_config.json": generation}  # to be saved
     if world.size > 1:

@@ -18,7 +18,8 @@ import random
 from pathlib import Path
 from statistics import mean
 
-from common.model import EMBEDDED, load_model
+from common.model import load_model
+from common.model_files import EMBEDDED
 from common.tiny import arithmetic
 from tools import arguments, empty_folder
 import torch

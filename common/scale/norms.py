@@ -8,34 +8,19 @@ part is dropped, so the gradient of the batch is never formed. (Goodfellow 2015,
 for Transformers Li et al. 2021, arXiv 2110.05679.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from common.batch import Rollout
-from common.cli import Flags
-from common.distributed import World
-from common.logprobs import micro_batches, response_logprobs
 from common.scale.head import BLOCK_ELEMENTS, d_product, head_product
 
 
-def gradient_norms(
-    policy: nn.Module, batch: Rollout, args: Flags, world: World
-) -> tuple[Tensor, Tensor]:
-    """Return log π of every sampled token `[N, T]` and |g| of every response `[N]` under `policy`.
-
-    All ranks must call it, each with any number of responses.
-    """
-    logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
-    for rows in micro_batches(policy, batch, args.micro_tokens, world):
-        logp[rows], norms[rows] = in_one_pass(policy, batch.rows(rows), args.temperature)
-    return logp, norms
-
-
 def unsupported_module(policy: nn.Module) -> str:
-    """Return the class of the first module that `in_one_pass` cannot compute a part of, or ""."""
+    """Return the class of the first module that `tapped` cannot compute a part of, or ""."""
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()
     for module in policy.modules():
@@ -44,14 +29,15 @@ def unsupported_module(policy: nn.Module) -> str:
     return ""
 
 
-@torch.compiler.set_stance("force_eager")  # a layer that was compiled without hooks would skip them
-def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward and one backward pass.
+@contextmanager
+def tapped(lm: nn.Module, micro: Rollout, temperature: float) -> Iterator[Tensor]:
+    """Tap every module of a model, so that log π of a micro-batch depends on the tensor that this
+    yields: the gradient of Σ log π with respect to it is |g|² of each response, `[n]`.
 
     The backward pass ends at the embedding's output. No parameter gets a gradient, so FSDP has
     nothing to add up.
     """
-    lm, embedding = policy.lm, policy.lm.get_input_embeddings()
+    embedding = lm.get_input_embeddings()
     squares = micro.mask.new_zeros(max(1, len(micro)), requires_grad=True)  # [n], see Tap
     head = HeadPart(lm, micro, temperature)
 
@@ -69,11 +55,13 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         part = part_of(module)
         if part:
             hooks.append(module.register_forward_hook(tap(part)))
-    logp, _ = response_logprobs(policy, micro, temperature, readout=None)  # [n, T]
-    (squared_norms,) = torch.autograd.grad(logp.sum(), squares)  # [n]
-    for hook in hooks:
-        hook.remove()
-    return logp.detach(), squared_norms[: len(micro)].clamp(min=0).sqrt()
+    try:
+        # A layer that was compiled without hooks would skip them.
+        with torch.compiler.set_stance("force_eager"):
+            yield squares
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Tap(torch.autograd.Function):

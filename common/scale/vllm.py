@@ -14,7 +14,7 @@ from common.batch import Rollout
 from common.cli import BadInput, Flags, RunStopped, blame, in_one_line, key_values, say
 from common.clock import timed
 from common.distributed import TIMEOUT, World, from_all, full_parameters
-from common.model import EMBEDDED
+from common.model_files import EMBEDDED
 from common.scale.routing import why_not_replayed
 
 

@@ -11,7 +11,8 @@ from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, entropies, response_logprobs
-from common.model import EMBEDDED, FAMILIES, config_of, load_model
+from common.model import FAMILIES, config_of, load_model
+from common.model_files import EMBEDDED
 from common.records.checkpoint import save_model
 from common.rollout import HFEngine
 from common.scale.head import TokenLogprobs

@@ -9,7 +9,7 @@ import torch
 import vcpo
 from common.batch import Rollout
 from common.distributed import World, clip_gradients, shard
-from common.logprobs import Policy, response_logprobs
+from common.logprobs import Policy, gradient_norms, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -65,7 +65,7 @@ def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
 def check(name: str, world: World, **how: object) -> None:
     """Check that `gradient_norms` gives what separate passes give."""
     lm, batch = model(name), responses(**how)
-    logp, norms = common.scale.norms.gradient_norms(Policy(lm), batch, ARGS, world)
+    logp, norms = gradient_norms(Policy(lm), batch, ARGS, world)
     sums, expected = separately(lm, batch)
     assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4)
     assert ((norms - expected).abs() < 1e-5 * expected).all()
@@ -96,7 +96,7 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
     backward pass are counted once."""
     batch, args = responses(), vcpo.Args(dtype=dtype, gradient_checkpointing=True)
     policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
-    _, norms = common.scale.norms.gradient_norms(policy, batch, ARGS, world)
+    _, norms = gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
         response_logprobs(policy, batch.rows(slice(i, i + 1)), T)[0].sum().backward()
         alone = clip_gradients(policy, float("inf"))  # measures and does not clip
@@ -107,10 +107,10 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
 def test_nothing_is_left_behind(world):
     """No gradient and no hook stays, and an empty batch is possible."""
     policy, batch = Policy(model("Qwen3, q/k norms, tied")), responses()
-    common.scale.norms.gradient_norms(policy, batch, ARGS, world)
+    gradient_norms(policy, batch, ARGS, world)
     assert all(p.grad is None for p in policy.parameters())
     assert not any(m._forward_hooks for m in policy.modules())
-    logp, norms = common.scale.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
+    logp, norms = gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
     assert logp.shape == (0, batch.mask.shape[1]) and norms.shape == (0,)
 
 

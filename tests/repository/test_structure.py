@@ -77,13 +77,19 @@ def test_common_is_imported_before_torch():
 
 
 def test_common_has_no_circle():
-    modules = {}
+    """Neither among its modules nor among its rooms: a folder is one room."""
+    rooms, modules = {}, {}
     for path in COMMON:
+        inside = path.relative_to(ROOT).with_suffix("").parts  # common, scale, head
         if path.stem != "__init__":
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            modules[name] = path
+            modules[".".join(inside)] = path
+            rooms[".".join(inside)] = ".".join(inside[:2])
     asks = {name: imported(path) & modules.keys() for name, path in modules.items()}
     TopologicalSorter(asks).prepare()  # raises CycleError, which names the circle
+    between = {room: set() for room in rooms.values()}
+    for name, others in asks.items():
+        between[rooms[name]] |= {rooms[other] for other in others} - {rooms[name]}
+    TopologicalSorter(between).prepare()
 
 
 def test_the_folders_of_common():

@@ -1,4 +1,4 @@
-"""The files of a model's folder: what they declare."""
+"""The files of a model's folder: where they are and what they declare."""
 
 import contextlib
 import json
@@ -7,10 +7,35 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from common.cli import blame, say
+from common.cli import BadInput, blame, say
+
+TINY = Path(__file__).with_name("tiny")
+EMBEDDED = {
+    "tiny": TINY / "model",
+    "tiny-moe": TINY / "model-moe",
+    "tiny-teacher": TINY / "model-teacher",
+}
 
 
-def fault_of(folder: Path) -> str:
+def source_of(name: str, flag: str = "--model") -> str:
+    """Return the folder or hub name of a model; raise BadInput if it can be neither."""
+    source = str(EMBEDDED.get(name, name))
+    if name and Path(source).is_dir():
+        if wrong := why_unusable(Path(source)):
+            raise BadInput(f"{flag} {name}: {wrong}")
+        return source
+    if Path(source).is_file():
+        raise BadInput(f"{flag} {name}: is a file; use a folder with config.json and *.safetensors")
+    if name.count("/") != 1:  # not a hub name
+        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
+        raise BadInput(f"{flag} {name!r}: no such folder; {known}")
+    unknown = "no such folder, and as a hub name neither cached nor within reach"
+    with blame(f"{flag} {name}: {unknown}"):
+        cached_file(source, "config.json")
+    return source
+
+
+def why_unusable(folder: Path) -> str:
     """Return what is wrong with the files of a folder, or "". Libraries would say nothing."""
     files = {path.name for path in folder.iterdir()}
     if {"model.safetensors", "model.safetensors.index.json"} <= files:
@@ -30,7 +55,7 @@ def read_json(source: str, name: str) -> dict:
         return dict(json.loads(Path(path).read_bytes()))
 
 
-def after_training(config: dict, lm: PreTrainedModel, tied: bool) -> dict:
+def config_to_save(config: dict, lm: PreTrainedModel, tied: bool) -> dict:
     """Return the entries of config.json as they are after training: float32, with the head that it
     really has."""
     config = config | {"architectures": [type(lm).__name__], "tie_word_embeddings": tied}
