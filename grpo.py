@@ -96,7 +96,6 @@ class Args(Flags):
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04; R1: 0.001)."""
     kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -150,8 +149,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return stats
 
 
-# Metrics that show the method at work. If the first is always 0, the run says so at its end. (With
-# `--minibatches 1` it must be: r is 1, and the clip cannot act. The group's baseline still does.)
+# Metrics that show the method at work. If the first is always 0, the run says so at its end.
 ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}
 
 

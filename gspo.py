@@ -95,7 +95,6 @@ class Args(Flags):
     """ε of the upper clip of the sequence ratio (paper, section 5.1)."""
     token_clip: NonNegative = 0.2  # <own>
     """ε of the token-level clip that is logged for comparison; it changes nothing (GRPO's)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

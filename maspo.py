@@ -101,7 +101,6 @@ class Args(Flags):
     token_clip: NonNegative = 0.2
     """ε of the clip that is logged for comparison; it changes nothing (GRPO's)."""
     # </own>
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -118,7 +118,6 @@ class Args(Flags):
     routing_replay: Literal["none", "r2", "r3"] = "none"
     """Experts to replay in a mixture of experts: r2 the trainer's under π_old, r3 the sampler's."""
     # </own>
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

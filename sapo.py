@@ -93,7 +93,6 @@ class Args(Flags):
     """τ of tokens with positive advantage (paper)."""
     tau_neg: Positive = 1.05  # <own>
     """τ of tokens with negative advantage (paper: most stable of 0.95, 1.0 and 1.05)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

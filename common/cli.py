@@ -116,8 +116,9 @@ class Flags:
     """Steps between checkpoints (our choice)."""
     keep: Count = 3
     """Number of checkpoints to keep; older ones are deleted (our choice)."""
-    resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the run folder; auto: start anew if there is none."""
+    resume: Literal["no", "yes", "auto"] = "no"
+    """Continue from the newest checkpoint in the run folder. auto: start anew if there is none;
+    `--resume` alone: yes."""
     back_to: Whole = 0
     """With --resume: go back to the checkpoint of this step and continue with other flags of the
     algorithm, such as a smaller lr or fewer minibatches (0: newest checkpoint, same flags)."""
@@ -181,10 +182,6 @@ class Flags:
     def compares(self) -> bool:
         """Tell whether the file compares the responses of a group, so that a group needs two."""
         return True
-
-    # Whether the file's own mechanism acts on π_θ/π_old, which --minibatches 1 leaves at 1. Having
-    # no type, this is no flag.
-    acts_on_ratio = False
 
 
 def broken_rule(args: Flags) -> str:

@@ -97,11 +97,9 @@ def parse(Args: type[Flags]) -> Flags:
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
-        value = words[place + 1].lower() if word == "--resume" and words[place + 1 :] else ""
-        if value in ("true", "false"):  # as config.json writes it
-            words[place + 1] = value.capitalize()
-        elif word == "--resume" and value != "auto":
-            words[place] = "--resume=True"  # what --resume without a value means
+        alone = place + 1 == len(words) or words[place + 1].startswith("--")
+        if word == "--resume" and alone:
+            words[place] = "--resume=yes"
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

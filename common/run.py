@@ -78,9 +78,9 @@ class Run:
             raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # the checkpoint to continue from
         self.repair = None  # what --back_to changes: flag -> old and new value
-        if args.back_to and not args.resume:
+        if args.back_to and args.resume == "no":
             raise BadInput(f"--back_to {args.back_to}: goes with --resume")
-        if args.resume:
+        if args.resume != "no":
             self.folder = from_rank_0(folder_to_resume(self.folder, bool(args.run_dir)))
             self.checkpoint, self.repair = checkpoint_to_resume(self.folder, args, self.config)
             if self.checkpoint is None:
@@ -278,8 +278,9 @@ class Run:
         acted = [line[self.acted] for line in lines if self.acted in line]
         if not acted:
             idle = f"{self.acted} has no value at any step: too few steps, or a flag turned it off"
-        elif self.args.acts_on_ratio and self.args.minibatches == 1:  # nothing is wrong
-            idle = f"{self.acted} was 0 at every step: with --minibatches 1 no ratio leaves 1"
+        elif self.args.minibatches == 1:
+            why = "with --minibatches 1 no ratio leaves 1, so no clip or gate of it can act"
+            idle = f"{self.acted} was 0 at every step: {why}"
         else:
             idle = f"WARNING: {self.acted} was 0 at every step: it never acted (too few steps?)"
         if not equal and not any(acted):  # a null, which stands for NaN, does not count as acting

@@ -20,7 +20,7 @@ from tools import arguments
 
 # Flags that do not change the training.
 FREE = set(
-    """id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb
+    """id history back_to keep seed run_dir resume eval_every save_every save_hf wandb
     acted""".split()
 )
 # Flags that also name kinds of different algorithms, whose other flags differ by default.

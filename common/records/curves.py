@@ -36,10 +36,15 @@ def series(lines: list[dict], name: str) -> np.ndarray:
     return np.array([steps, values], float)
 
 
+def odd(n: int) -> int:
+    """Return n, or n + 1 if n is even."""
+    return n if n % 2 else n + 1
+
+
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Average `[n]` over a centred window of `width` values (odd), fewer at the ends. A NaN counts
     in no mean and stays NaN."""
-    known, window = np.isfinite(values), np.ones(min(width, len(values) - 1 | 1))
+    known, window = np.isfinite(values), np.ones(min(width, odd(len(values) - 1)))
     total = np.convolve(np.where(known, values, 0.0), window, "same")  # [n]
     count = np.convolve(known, window, "same")  # [n]
     return np.where(known, total / np.maximum(count, 1), np.nan)
@@ -61,7 +66,7 @@ def draw_curves(config: dict, lines: list[dict]) -> object:
             curves[name] = steps, values
     rows = math.ceil(len(curves) / 3)
     figure = Figure(figsize=(10, 2.4 * rows + 0.6), layout="constrained")
-    width = len(lines) // 12 | 1  # odd
+    width = odd(len(lines) // 12)
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
     heading = textwrap.fill(f"{config['algorithm']}: {setting}", 110)
     drawn = f"faint: each step; line: mean of {width} step(s)"

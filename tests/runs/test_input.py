@@ -127,11 +127,11 @@ def test_prompts_may_be_chat_messages(algorithm, words, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
-RESUMES = {"": True, "True": True, "true": True, "False": False, "false": False, "auto": "auto"}
+RESUMES = {"": "yes", "yes": "yes", "no": "no", "auto": "auto"}
 
 
 @pytest.mark.parametrize("value", RESUMES)
-def test_resume_takes_the_words_of_config_json(value, monkeypatch):
+def test_resume_without_a_word_means_yes(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
     args = parse(grpo.Args)
     assert args.resume == RESUMES[value] and args.steps == 4

@@ -50,7 +50,6 @@ WIDE = "--clip_low 1 --clip_high 9"  # a clip that nothing reaches
 IDLE = [  # a file, its flags, and whether it ends with a warning
     ("grpo", f"--minibatches 1 {WIDE}", False),  # no ratio leaves 1
     ("grpo", f"--minibatches 2 {WIDE}", True),
-    ("stapo", "--minibatches 1 --tau_p 0", True),  # its mask reads no ratio
     ("vcpo", "--lag 0 --no_ess_scaling", False),
 ]
 
