@@ -288,8 +288,8 @@ def main(args: Args, world: World) -> None:
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         means.add(**run.check_sampler(minibatches))  # <own>
 
-        # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
-        # fills, no batch is due: the step trains on nothing and logs what it sampled.
+        # Put this batch into the queue and train on the one that leaves it, `lag` batches old.
+        # While the queue fills, none leaves: the step trains on nothing and logs what it sampled.
         # <own>
         sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step

@@ -45,9 +45,10 @@ class Run:
     is new."""
 
     # Flags under which every mechanism acts on the answers of tests/loop/answers.py, and some
-    # gradients but not all are above grad_clip. Empty: tests/loop/test_loop.py leaves it out. None:
-    # it cannot train on them
-    stored: dict | None = field(default_factory=dict)
+    # gradients but not all are above grad_clip. tests/loop/test_loop.py leaves out files without
+    stored: dict = field(default_factory=dict)
+    # Whether it can train on these answers at all
+    fits_stored: bool = True
     # The same within six small steps
     small: str = ""
     # Flags for another model, MODEL, whose texts are no sums

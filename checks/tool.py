@@ -118,6 +118,6 @@ MUTANTS = {"a tool's tokens are trained": ("sampled=False)", "sampled=True)")}
 
 RUN = Run(
     of_words="--turn_end =",
-    stored=None,  # the stored answers have one turn
+    fits_stored=False,  # the stored answers have one turn
     refuses=(("--turn_end ?", "--turn_end '?': no token ends in it"),),
 )

@@ -61,8 +61,9 @@ class Rollout:
     @property
     def ends(self) -> Tensor:
         """The number of tokens in each row of `sequences`, `[N]`."""
-        from_here = self.mask.flip(1).cumsum(1)  # [N, T], from the right: sampled tokens up to here
-        return self.prompt_len + (from_here > 0).sum(1)
+        # [N, T], columns from the right: how many sampled tokens stand here or later in the row
+        still_to_come = self.mask.flip(1).cumsum(1)
+        return self.prompt_len + (still_to_come > 0).sum(1)
 
     @classmethod
     def pack(
@@ -145,6 +146,11 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __repr__(self) -> str:
+        """Return the columns with their shapes, for a print in a debugger."""
+        columns = [f"{name} {list(column.shape)}" for name, column in vars(self).items()]
+        return f"Rollout of {len(self)} rows: {', '.join(columns)}"
 
     def put(self, rows: Tensor, **columns: Tensor) -> None:
         """Write values into these rows of columns. A new column is 0 in all other rows."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last line of metrics.jsonl
+SPENT: dict[str, float] = defaultdict(float)  # by phase, since the last line of metrics.jsonl
 RUNNING: list[str] = []  # the phases that run now, from the outermost to the innermost
 
 
@@ -28,7 +28,7 @@ def timed(phase: str) -> Iterator[None]:
     finally:
         RUNNING.pop()
     if not RUNNING:
-        SECONDS[phase] += time.perf_counter() - start
+        SPENT[phase] += time.perf_counter() - start
 
 
 def wait_for_gpu() -> None:

@@ -176,7 +176,7 @@ def broadcast_module(module: nn.Module, world: World) -> nn.Module:
     The other ranks need only the shapes (meta device). Sharded tensors stay as they are, and tied
     tensors stay tied.
     """
-    received = {}  # by the old tensor's id, because a tied tensor comes up twice
+    received = {}  # an old tensor's id -> the new one; tied tensors come up twice and stay one
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, value in tensors.items():
@@ -275,7 +275,7 @@ def divide_gradients(policy: nn.Module, count: float, world: World) -> None:
     are then added up over replicas and divided by the count. The result is the gradient of the mean
     in the objective, for any micro-batches and any number of ranks.
     """
-    gradients = [one.grad for one in policy.parameters() if one.grad is not None]
+    gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
     sharded = isinstance(gradients[0], DTensor)
     averaged = gradients[0].device_mesh.size() if sharded else 1  # ranks
     if averaged < world.size:

@@ -17,7 +17,7 @@ import tyro
 from torch._dynamo.exc import TorchDynamoException
 
 from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line, say
-from common.clock import SECONDS
+from common.clock import SPENT
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import parameters_of
 from common.model_files import EMBEDDED
@@ -38,7 +38,7 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     replaces `check`.
     """
     prepare = prepare or check
-    SECONDS.clear()
+    SPENT.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during loading prints no traceback
     with contextlib.suppress(AttributeError):  # a notebook's stdout needs no such change
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -97,7 +97,7 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
         joined = len(micros[-1]) + 1 if micros else 1  # rows
         padded = joined * lengths[row]
         padding = padded - tokens - lengths[row]
-        # It joins, unless that makes too many tokens, or another pass costs less than the padding.
+        # It joins if the padded size fits and the padding costs less than another pass.
         if micros and padded <= max_tokens and padding <= pass_cost:
             micros[-1].append(row)
             tokens += lengths[row]

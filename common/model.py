@@ -63,7 +63,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     # transformers refuses to load some models' own generation configs: see read_json.
     report["generation_config"] = GenerationConfig()
-    known = None  # only rank 0 knows EOS, and whether the head is tied
+    of_rank_0 = None  # EOS, and whether the head is tied
     with blame(f"{flag} {name}: cannot be loaded"):
         config = config_of(source)  # before the tokenizer, which reads it, too
         start = Path(cached_file(source, "config.json")).parent
@@ -83,7 +83,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             eos = eos_ids((generation or own).get("eos_token_id"), tokenizer)
             # Look at the weights, because a file may have a head although config.json says tied.
             tied = lm.lm_head.weight is lm.get_input_embeddings().weight
-            known = eos, tied
+            of_rank_0 = eos, tied
             # A hash for config.json, because a resumed run must have begun from the same weights.
             firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
             tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
@@ -91,8 +91,8 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             generation["eos_token_id"] = eos if len(eos) > 1 else eos[0]
             lm.own = {"config.json": own, "generation_config.json": generation}  # to be saved
     if world.size > 1:
-        known = from_rank_0(known)
-    eos, config.tie_word_embeddings = known
+        of_rank_0 = from_rank_0(of_rank_0)
+    eos, config.tie_word_embeddings = of_rank_0
     if world.rank > 0:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(**options).eval()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from common.batch import Rollout
 from common.cli import BadInput, Flags, RunStopped, blame, in_one_line, say, screen
-from common.clock import SECONDS, wait_for_gpu
+from common.clock import SPENT, wait_for_gpu
 from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
@@ -31,10 +31,10 @@ from common.records.summary import ending_of, equal_rewards, summary_of
 START = time.perf_counter()  # about when the program started
 MOST_SKIPPED = 3  # NaN or infinite gradients in a row that stop the run
 MOST_APART = 3  # steps in a row that stop the run if sampler and trainer disagree in all of them
-FIRST = 3  # steps after which a run says whether rewards have differed at all
+CHECK_REWARDS_AT = 3  # steps after which a run says whether rewards have differed at all
 # The largest mean |log π_old - log μ| that we accept, by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-SHOWN = ("reward", "greedy", "tokens_per_s")  # metrics on the progress bar
+ON_THE_BAR = ("reward", "greedy", "tokens_per_s")  # metrics on the progress bar
 # What the heat of a run does to a model on which it has been measured (labs/heat)
 LEVELS = {"tiny": " (this model keeps what it learns up to 3.6e-4, and loses half at 7.6e-4)"}
 
@@ -63,7 +63,7 @@ class Run:
         self.stopping = False
         self.wandb = None
         self.skipped = 0
-        self.apart = 0
+        self.gaps_in_a_row = 0
         self.bar = tqdm(disable=True)
         self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
@@ -133,7 +133,7 @@ class Run:
             f"steps {done + 1} to {args.steps}; results in {self.folder}",
             f"heat {heat(args.lr, args):.2g}{LEVELS.get(args.model, '')}",
         )
-        SECONDS["load"] += time.perf_counter() - self.since - sum(SECONDS.values())
+        SPENT["load"] += time.perf_counter() - self.since - sum(SPENT.values())
 
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
@@ -175,11 +175,11 @@ class Run:
         self.done = step
         self.stopping = self.world.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
-        if step == FIRST:
+        if step == CHECK_REWARDS_AT:
             self.say(*self._equal_rewards())
         if self.wandb:
             self.wandb.log(line, step=step)
-        shown = [name for name in (*SHOWN, self.acted) if name in line]
+        shown = [name for name in (*ON_THE_BAR, self.acted) if name in line]
         self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
     def _seconds(self) -> dict[str, float]:
@@ -188,8 +188,8 @@ class Run:
         now = time.perf_counter()
         seconds = now - self.since
         self.since = now
-        phases = {f"seconds_{phase}": spent for phase, spent in SECONDS.items()}
-        SECONDS.clear()
+        phases = {f"seconds_{phase}": spent for phase, spent in SPENT.items()}
+        SPENT.clear()
         phases["seconds_update"] = seconds - sum(phases.values())  # everything that is not timed
         return phases | {"seconds": seconds}
 
@@ -228,8 +228,8 @@ class Run:
         precisions = (self.args.dtype, self.args.rollout_dtype)  # the second may be "auto"
         usual = max(TOLERANCE.get(precision, 0.0) for precision in precisions)
         tolerance = self.args.sampler_tolerance or usual
-        self.apart = 0 if gap <= tolerance else self.apart + 1
-        if self.apart == MOST_APART or not gap <= 10 * tolerance:  # also true if gap is NaN
+        self.gaps_in_a_row = 0 if gap <= tolerance else self.gaps_in_a_row + 1
+        if self.gaps_in_a_row == MOST_APART or not gap <= 10 * tolerance:  # also true if gap is NaN
             wrong = f"mean |log π_old - log μ| is {gap:.2g}, tolerance {tolerance:.2g}"
             raise RunStopped(
                 f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced after "

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 CLOCKED = ("tokens_per_s", "problems")  # the second only stands where a checkpoint follows
-SECONDS = 600  # after which a process that does not end is killed
+PROCESS_SECONDS = 600  # after which a process that does not end is killed
 
 
 def small(algorithm: str) -> list[str]:
@@ -134,7 +134,7 @@ def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
 
 def wait_for(processes: list) -> None:
     """Wait until all have ended. If one fails, the others have some seconds to notice."""
-    patience = SECONDS
+    patience = PROCESS_SECONDS
     while left := [process for process in processes if process.exitcode is None]:
         ended = multiprocessing.connection.wait([process.sentinel for process in left], patience)
         if not ended:
@@ -171,7 +171,7 @@ def started(*words: object, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=PROCESS_SECONDS,
     )
 
 

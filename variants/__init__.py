@@ -54,8 +54,8 @@ def loop_of(base: ModuleType, namespace: dict, diff: str = "") -> FunctionType:
 
     The diff has hunks of lines that begin with a blank, - or +, and an empty line between hunks.
     Each hunk must fit exactly one place (else LookupError). What the base file imports is there,
-    too. What it defines is not: a file that uses the base's `advantages` says so. A name that the
-    loop lacks is a NameError now, not in the middle of a run.
+    too. Names that the base file defines are not copied: write `advantages = justrl.advantages`. A
+    name that the loop lacks is a NameError now, not in the middle of a run.
     """
     if hasattr(base.main, "source"):  # the base file is a variant
         source, imports = base.main.source, base.main.imports | imported(base)

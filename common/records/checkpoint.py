@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from common.cli import RunStopped, blame, say
 from common.clock import timed
 from common.distributed import World, full_parameters
-from common.records.files import sync
+from common.records.files import flush_to_disk
 
 # The files of a tokenizer and its chat template.
 OF_A_TOKENIZER = r"(tokenizer|vocab|merges|special_|added_|chat_|spiece|tekken).*|.*\.tiktoken"
@@ -80,14 +80,14 @@ def save_checkpoint(
         states = {name: part.state_dict() for name, part in parts.items()}
         path = partial / f"rank{world.rank}.pt"
         torch.save({"generators": generators, "parts": states}, path)
-        sync(path)  # torch has synced the shards itself
+        flush_to_disk(path)  # torch has synced the shards itself
         dist.barrier()
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
-            sync(partial / "shards")
-            sync(partial)
+            flush_to_disk(partial / "shards")
+            flush_to_disk(partial)
             partial.rename(final)
-            sync(final.parent)
+            flush_to_disk(final.parent)
     if world.rank == 0:
         for old in checkpoints(folder)[:-keep]:
             try:

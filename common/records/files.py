@@ -45,7 +45,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        sync(partial)  # else a power loss could leave an empty file under the new name
+        flush_to_disk(partial)  # else a power loss could leave an empty file under the new name
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def write(path: Path, text: str) -> None:
         partial.write_text(text, "utf-8")
 
 
-def sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -81,7 +81,7 @@ def append(path: Path, rows: list[dict]) -> None:
     with blame(UNWRITTEN.format(path), RunStopped):
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
-        sync(path)
+        flush_to_disk(path)
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -15,7 +15,7 @@ FREE_ON_RESUME = set(
     gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
 # Flags of an algorithm's file that must not change even with --back_to: the sizes of a rollout.
-FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}
+ROLLOUT_SIZES = {"prompts_per_step", "group_size", "max_new_tokens"}
 
 
 def folder_to_resume(name: Path, named: bool) -> Path:
@@ -44,18 +44,19 @@ def checkpoint_to_resume(
         if before[name] != config[name]:
             changed[name] = [before[name], config[name]]
     history = before.get("history", [])
+    # Was this --back_to done already, and the same command is run again?
     gone_back = bool(history) and history[-1]["back_to"] == args.back_to and not changed
-    going_back = args.back_to > 0 and not gone_back  # gone_back: the same command runs again
+    going_back = args.back_to > 0 and not gone_back
     steps = {step_of(path): path for path in saved}
     if going_back and args.back_to not in steps:
         there = ", ".join(map(str, steps))
         raise BadInput(f"--back_to {args.back_to}: {folder} has checkpoints of {there}")
-    repairs = set()  # flags that may change
+    may_change = set()  # flags
     if going_back:
         of_the_algorithm = asdict(args).keys() - {field.name for field in fields(Flags)}
-        repairs = of_the_algorithm - FIXED | {"rollout_dtype"}
+        may_change = of_the_algorithm - ROLLOUT_SIZES | {"rollout_dtype"}
     for name, (was, now) in changed.items():
-        if name not in repairs:
+        if name not in may_change:
             raise BadInput(f"--resume: {folder} has {name} {was!r}, not {now!r}")
     if going_back:
         return steps[args.back_to], changed

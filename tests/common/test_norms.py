@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from tests.helpers import SMALL, packed, run_here
 
-V, T = 23, 0.7
-ARGS = SimpleNamespace(temperature=T, micro_tokens=200)
+V, TEMPERATURE = 23, 0.7
+ARGS = SimpleNamespace(temperature=TEMPERATURE, micro_tokens=200)
 SHAPE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
 SHAPE |= {"max_position_embeddings": 256, "pad_token_id": 0}
@@ -53,7 +53,7 @@ def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return Σ log π and |∇ Σ log π| of each response, from the model's logits in float64."""
     lm, sums, norms = copy.deepcopy(lm).double(), [], []
     for row, start, end in zip(batch.sequences, batch.prompt_len.tolist(), batch.ends.tolist()):
-        logits = lm(row[None, :end]).logits[0, start - 1 : end - 1] / T  # [T, V]
+        logits = lm(row[None, :end]).logits[0, start - 1 : end - 1] / TEMPERATURE  # [T, V]
         logp = logits.log_softmax(-1).gather(1, row[start:end, None]).sum()
         gradient = torch.autograd.grad(logp, list(lm.parameters()), allow_unused=True)
         parts = [part.flatten() for part in gradient if part is not None]
@@ -98,7 +98,7 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
     policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
     _, norms = gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
-        response_logprobs(policy, batch.rows(slice(i, i + 1)), T)[0].sum().backward()
+        response_logprobs(policy, batch.rows(slice(i, i + 1)), TEMPERATURE)[0].sum().backward()
         alone = clip_gradients(policy, float("inf"))  # measures and does not clip
         policy.zero_grad()
         assert norm == pytest.approx(alone, rel=tolerance)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
-EOS, LIMIT, T = 1, 40, 0.7
+EOS, LIMIT, TEMPERATURE = 1, 40, 0.7
 P, G, M = 8, 4, 2  # prompts, responses, mini-batches a step
 SAMPLES = 2  # sampled responses to a held-out problem
 TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=
@@ -94,7 +94,8 @@ def padded(rows: list, value: float = 0.0) -> Tensor:
 def distributions(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
     """Return log π at temperature 0.7 of every token of the vocabulary at each place of a response:
     [n, T, V], 0 on padding."""
-    every = (lm(padded([row.ids for row in rows], 0)).logits / T).log_softmax(-1)  # [n, S, V]
+    logits = lm(padded([row.ids for row in rows], 0)).logits / TEMPERATURE  # [n, S, V]
+    every = logits.log_softmax(-1)  # [n, S, V]
     found = []
     for i, row in enumerate(rows):
         # The token at t is predicted at t - 1

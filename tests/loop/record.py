@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from checks import run_of
-from tests.loop.answers import EOS, HELD_OUT, LIMIT, SAMPLES, TRAIN, VOCABULARY, G, M, P, T
-from tests.loop.answers import expert_choice, respond, sampler_logp, sampler_top, untrained
+from tests.loop.answers import EOS, HELD_OUT, LIMIT, SAMPLES, TEMPERATURE, TRAIN, VOCABULARY
+from tests.loop.answers import G, M, P, expert_choice, respond, sampler_logp, sampler_top, untrained
 
 
 class Stored:
@@ -94,7 +94,13 @@ class Record:
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
 
-DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
+DEFAULTS = {
+    "lr": 1e-3,
+    "warmup": 3,
+    "micro_tokens": 220,
+    "temperature": TEMPERATURE,
+    "minibatches": M,
+}
 DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01, "steps": 2}
 
 

@@ -40,7 +40,7 @@ NEEDS = {
     "w_high": {"w_high": 2.4},
 }
 TEXTS = {"boundary": "#", "teacher": "tiny"}
-SLOW = ["goldilocks", *(name for name in VARIANTS if run_of(name).stored is not None)]
+SLOW = ["goldilocks", *(name for name in VARIANTS if run_of(name).fits_stored)]
 FILES = [name for name in NINE if name not in SLOW]
 
 

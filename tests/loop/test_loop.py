@@ -16,7 +16,7 @@ from common.distributed import ALONE, setup
 from torch import Tensor
 
 from tests.helpers import module_of
-from tests.loop.answers import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, M, P, T, distributions
+from tests.loop.answers import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, M, P, TEMPERATURE, distributions
 from tests.loop.answers import log_probs, padded, respond, rewards_of, sampled, sampler_logp
 from tests.loop.answers import untrained
 from tests.loop.ranks import damaged, on_ranks
@@ -121,8 +121,8 @@ def check_loop(name: str, found: list[Record]) -> None:
             HELD_OUT[one.rank :: size],
             slice(one.rank * P // size, (one.rank + 1) * P // size),
         )
-        tested = [(mine, 1, 0.0, LIMIT, 1.0), (mine, SAMPLES, T, LIMIT, 1.0)]
-        trained = [(prompts_of(step)[some], G, T, LIMIT, 1.0) for step in range(2)]
+        tested = [(mine, 1, 0.0, LIMIT, 1.0), (mine, SAMPLES, TEMPERATURE, LIMIT, 1.0)]
+        trained = [(prompts_of(step)[some], G, TEMPERATURE, LIMIT, 1.0) for step in range(2)]
         how = "prompts n temperature limit top_p".split()
         asked = [tuple(call[key] for key in how) for call in one.calls]
         assert asked == [*tested, *trained, *tested]

@@ -24,7 +24,6 @@ tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.make_tiny tiny tiny-new --steps 1
 tools.make_tiny tiny tiny-long --steps 1 --task arithmetic:100
 tools.maintain --only marks walk losses
-tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 """.split("\n")[1:-1]
 NUMBER = r"-?\d+\.\d+"
 
@@ -97,7 +96,6 @@ tools.compare nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
 tools.make_tiny tiny docs
-tools.memory --model tiny --gpus 12
 tools.page docs docs docs
 tools.maintain --only nope
 variants

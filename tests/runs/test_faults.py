@@ -48,7 +48,7 @@ def at_the(number: int, function: Callable, counts: Callable) -> Callable:
 
 FULL = [  # at which function, at the end of which call, and which calls count
     ("common.records.checkpoint.dcp.save", 2, lambda *arguments: True),
-    ("common.records.files.sync", 4, lambda path: path.name == "metrics.jsonl"),
+    ("common.records.files.flush_to_disk", 4, lambda path: path.name == "metrics.jsonl"),
 ]
 
 

@@ -15,7 +15,7 @@ from common.distributed import ALONE
 from common.records.samples import Samples
 from common.records.summary import summary_of
 
-from tests.helpers import ROOT, SECONDS, SMALL, metrics, module_of, run_here
+from tests.helpers import ROOT, PROCESS_SECONDS, SMALL, metrics, module_of, run_here
 
 # 8 steps of grpo take greedy accuracy from 0.38 to 0.97 and more, with the sign flipped to 0.14 to
 # 0.23 (three seeds). In some files less is learned in a step: see `learns_in` in checks/NAME.py.
@@ -99,7 +99,7 @@ def test_a_screen_that_ends_and_a_backend_that_is_missing_fail_no_run(tmp_path):
     with subprocess.Popen(words, env=environment, **how) as run:
         run.stdout.readline()
         run.stdout.close()
-        assert run.wait(SECONDS) == 0
+        assert run.wait(PROCESS_SECONDS) == 0
     assert {"summary.json", "curves.png"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
