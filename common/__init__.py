@@ -1,41 +1,35 @@
 """The code that all algorithm files share. It contains no method: each loss is in its own file.
 
-Read nano.py first (GRPO on one page, without this package), then grpo.py, then these modules. A
-step of grpo.py calls them in this order:
-    batch         the batch that one stage of a step passes to the next, and its balance over ranks
-    distributed   ranks: sharding, exact sums and means, clean stops
-    data          tasks: prompts as text and as tokens, their answers and their verifier
+Read nano.py first (GRPO on one page, without this package), then grpo.py, then five modules, in
+this order:
+    batch         Rollout: the columns of a batch, which each stage of a step reads and writes
     rollout       sampling: prompts in, responses and their log-probabilities out
+    tasks/reward  verifiers in bounded processes: a response in, a verdict out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
-    metrics       means over micro-batches and ranks; held-out accuracy, greedy and sampled
-You can understand an algorithm without these:
-    cli, launch   flags and one-line errors; the way from the command line to `main`
-    model         loading weights and tokenizer
-    model_files   the files of a model's folder: where they are, what they declare
-    clock         where the time of a step goes
-    run           a run from start to end: what it logs, what stops it, what it prints
-`tasks/` holds what problems and rewards are made of:
-    sources       where problems come from: arithmetic, a task file, or a data set
-    rows          how problems are read from files and data sets (hub.json lists the sets)
-    reward        the verifiers, in bounded processes
-    answers       which text of a response is its final answer, in one spelling
-    equality      whether that answer equals the reference
-`records/` holds what a run leaves in its folder:
-    checkpoint    saving and loading, bit-exact
-    resume        which run and which checkpoint goes on
-    samples       some responses token by token
-    curves        metrics.jsonl -> curves.png
-    summary       the first, the best and the last accuracy; whether the run fell
-    files         atomic writing, JSON lines, config.json
-`scale/` holds what large models need:
-    head          log-probabilities over a vocabulary of 152k tokens, a block of rows at a time
-    vllm          the vLLM engine
-    routing       mixtures of experts: recording and replaying which experts get a token
-    norms         the gradient norm of each response, in one pass
-`tiny/` is the embedded task and its models.
+    distributed   ranks: sharding, exact sums and means, clean stops
+A response goes this way: `rollout` samples its token ids, `data` decodes them to text and hands the
+text to a worker of `tasks/reward`; the worker returns a verdict, and `Task.score` writes it into
+columns of the batch. The loss reads the advantages that `main` makes of these rewards.
 
-Imports never form a circle. `tasks/` imports only `cli` and `tiny/`, and of the modules beside this
-file only `run` imports `records/` (tests/repository/test_structure.py).
+You need the others
+    data          to see how a problem becomes prompt tokens, and a text its reward
+    metrics       to see what a number in metrics.jsonl means
+    cli, launch   for a flag, an error message, or the way from the command line to `main`
+    model, model_files   to load another family of models
+    run, clock    for what a run logs and prints, what stops it, and where the time of a step goes
+    tasks/sources, rows  for a data set of your own (hub.json lists those that are known)
+    tasks/answers, equality   if a right answer earns nothing: which text is the answer, what equals
+    records/checkpoint, resume   to continue a run, or to go back
+    records/samples, curves, summary, files   for the files in a run's folder
+    scale/head    for the memory of a vocabulary of 152k tokens
+    scale/vllm    for the vLLM engine
+    scale/routing    for mixtures of experts
+    scale/norms   for the gradient norm of each response in one pass (vcpo.py)
+    tiny/         for the included task and its models
+
+Imports form no circle, neither among modules nor among folders. `tasks/` imports only `cli` and
+`tiny/`, and of the modules beside this file only `run` imports `records/`
+(tests/repository/test_structure.py).
 """
 
 import os
