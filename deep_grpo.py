@@ -228,9 +228,10 @@ class Branches:
         tokens = grown.mask.sum()
         # Cuts inside a response and cuts at the root are counted separately
         deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
-        stats = {"branches_used": (len(used), None), "groups_rescued": (rescued.sum(), wrong.sum())}
+        # Sums: these tokens are added to the main stream's
+        stats = {"branches_used": (len(used), "sum"), "tokens": (tokens, "sum")}
+        stats["groups_rescued"] = rescued.sum(), wrong.sum()
         stats["extra_tokens"] = tokens, rollout.mask.sum()
-        stats["tokens"] = tokens, None  # added to the main stream's
         stats["pivots_root"] = (~deep).sum(), len(deep)
         for ending, at in (("", deep), ("_root", ~deep)):
             stats[f"branch_reward{ending}"] = outcome[at].sum(), outcome[at].numel()

@@ -181,7 +181,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return {
         **clip_shares(logp, batch, args.clip_low, args.clip_high, name="masked"),
         "weight": ((uncapped.clamp(max=args.is_cap) * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), "max"),
     }
     # </own>
 

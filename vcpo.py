@@ -226,7 +226,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     weights = log_w.clamp(max=20).exp()  # [n]
     return {
         "weight": (truncated(args, log_w).sum(), len(log_w)),
-        "weight_max": (torch.cat([weights.new_zeros(1), weights]).max(), None),
+        "weight_max": (torch.cat([weights.new_zeros(1), weights]).max(), "max"),
     }
     # </own>
 
@@ -291,7 +291,7 @@ def main(args: Args, world: World) -> None:
         # Put this batch into the queue and train on the one that leaves it, `lag` batches old.
         # While the queue fills, none leaves: the step trains on nothing and logs what it sampled.
         # <own>
-        sampled = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when it is due
+        sampled = {"tokens": (rollout.mask.sum(), "sum")}  # counted now, not when it is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step
         minibatches = stale.exchange(minibatches)
         if minibatches:

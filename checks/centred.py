@@ -55,7 +55,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     ratio = (b.logp.detach() - b.mu).exp()
     pairs = {
         "weight": share(sampled_weight(b), b.mask),
-        "weight_max": (ratio[b.mask > 0].max(), None),
+        "weight_max": (ratio[b.mask > 0].max(), "max"),
     }
     if b.args.centre_top > 0:
         pairs["centred"] = share(coefficients(b).abs().sum(-1) / 2, b.mask)

@@ -19,7 +19,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     return {
         "kept_beyond_clip": cut_shares(b, b.A[:, None])["clip_share"],
         "capped_share": share(b.r > b.args.is_cap, b.mask),
-        "weight_max": (b.r[b.mask > 0].max(), None),
+        "weight_max": (b.r[b.mask > 0].max(), "max"),
     }
 
 

@@ -46,7 +46,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "masked_above": share(cut & (w > 1), b.mask),
         "masked_below": share(cut & (w < 1), b.mask),
         "weight": share(w.clip(max=b.args.is_cap), b.mask),
-        "weight_max": (w[b.mask > 0].max(), None),
+        "weight_max": (w[b.mask > 0].max(), "max"),
     }
 
 

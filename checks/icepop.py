@@ -48,7 +48,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "corrected": share((C - 1).abs(), b.mask),
         "dropped_share": share(C == 0, b.mask),
         "weight": share(C, b.mask),
-        "weight_max": ((b.old - b.mu).exp()[b.mask > 0].max(), None),
+        "weight_max": ((b.old - b.mu).exp()[b.mask > 0].max(), "max"),
     }
 
 

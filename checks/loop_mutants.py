@@ -22,7 +22,7 @@ OF_THE_PART = "choose_tokens(args, micro, World(0, 1, world.device)); "
 SCORE = "rewards = task.score(rollout, problems, G)"
 CLIP = "clip_gradients(policy, args.grad_clip)"
 FIRST = "if first:\n                    micro.old_logp"
-COUNT = "self.counts[name] = self.counts[name] + (0.0 if count is None else count)"
+COUNT = "self.counts[name] = self.counts.get(name, 0.0) + count"
 SUMS = "sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)"
 OWN_SUMS = "sums, counts = ({k: float(v) for k, v in x.items()} for x in (self.sums, self.counts))"
 COLUMN = "column = column[order.to(column.device)]"
@@ -61,9 +61,7 @@ DAMAGES = {
         COLUMN, f'if name != "advantages": {COLUMN}', where="common.batch"
     ),
     # Around the update
-    "mean of micro-batch means": Damage(
-        COUNT, "self.counts[name] = 0.0 if count is None else count", where="common.metrics"
-    ),
+    "mean of micro-batch means": Damage(COUNT, "self.counts[name] = count", where="common.metrics"),
     "metrics of one rank": Damage(SUMS, OWN_SUMS, where="common.metrics"),
     # What some files add to the loop
     "threshold of the micro-batch": Damage(LOSS, OF_THE_PART + LOSS, "stapo"),

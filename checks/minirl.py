@@ -28,7 +28,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """Means are over all response tokens. weight_max is the largest π_θ/μ before its cap."""
     return cut_shares(b, b.A[:, None], "masked") | {
         "weight": share(weights(b).clip(max=b.args.is_cap), b.mask),
-        "weight_max": (weights(b)[b.mask > 0].max(), None),
+        "weight_max": (weights(b)[b.mask > 0].max(), "max"),
     }
 
 

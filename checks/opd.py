@@ -29,7 +29,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     w = (b.logp - b.mu).exp()
     foreign = (b.teacher_logp < -4.6) * b.mask
     weight = w.clip(max=b.args.is_cap) if b.args.weights == "mu" else 0 * w + 1
-    pairs = {"weight": share(weight, b.mask), "weight_max": (w[b.mask > 0].max(), None)}
+    pairs = {"weight": share(weight, b.mask), "weight_max": (w[b.mask > 0].max(), "max")}
     if b.args.beta > 0:
         pairs["teacher_kl"] = share(b.logp - b.teacher_logp, b.mask)
         pairs["strayed"] = share(foreign.cumsum(1) > foreign, b.mask)

@@ -36,7 +36,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """weight is the mean over responses of min(w, cap), with w of the whole response against μ;
     weight_max is the largest w before the cap."""
     w = age(b)
-    return {"weight": (w.clip(max=b.args.is_cap).sum(), len(w)), "weight_max": (w.max(), None)}
+    return {"weight": (w.clip(max=b.args.is_cap).sum(), len(w)), "weight_max": (w.max(), "max")}
 
 
 CASES = [{}, {"is_cap": 1.5}]

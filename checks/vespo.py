@@ -34,7 +34,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "reshaped": ((phi(b) - 1).abs().sum(), len(b.A)),
         "gate_pos": (phi(b)[up].sum(), up.sum()),
         "gate_neg": (phi(b)[down].sum(), down.sum()),
-        "weight_max": (ratio(b).max(), None),
+        "weight_max": (ratio(b).max(), "max"),
     }
 
 

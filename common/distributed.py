@@ -50,7 +50,7 @@ class StopFlag:
 
     def anywhere(self, world: "World") -> bool:
         """Tell all ranks whether any was signalled: they must leave the loop at the same step."""
-        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
+        return global_max({"stop": float(self.raised)}, world)["stop"] > 0
 
 
 @dataclass
@@ -224,21 +224,27 @@ def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
-    """Sum each entry over all ranks in float64, or take the maximum if its name ends in `_max`.
+    """Sum each entry over all ranks, in float64. All ranks must pass the same keys."""
+    return reduced(values, world, dist.ReduceOp.SUM)
 
-    All ranks must pass the same keys.
-    """
-    maxima = sorted(name for name in values if name.endswith("_max"))
-    sums = sorted(values.keys() - set(maxima))
-    totals = {}
-    for names, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-        if names:
-            mine = [torch.as_tensor(values[name], dtype=torch.float64) for name in names]
-            flat = torch.stack([value.to(world.device) for value in mine])
-            if world.size > 1:
-                dist.all_reduce(flat, op=operation)
-            totals |= dict(zip(names, flat.tolist()))
-    return totals
+
+def global_max(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
+    """Return the largest value of each entry over all ranks, which must pass the same keys."""
+    return reduced(values, world, dist.ReduceOp.MAX)
+
+
+def reduced(
+    values: dict[str, float | Tensor], world: World, operation: dist.ReduceOp
+) -> dict[str, float]:
+    """Combine each entry over all ranks, in float64."""
+    if not values:
+        return {}
+    names = sorted(values)  # in the same order on all ranks
+    mine = [torch.as_tensor(values[name], dtype=torch.float64) for name in names]
+    flat = torch.stack([value.to(world.device) for value in mine])
+    if world.size > 1:
+        dist.all_reduce(flat, op=operation)
+    return dict(zip(names, flat.tolist()))
 
 
 def gather(values: Tensor, world: World) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
-from common.distributed import World, global_sum, shard
+from common.distributed import World, global_max, shard
 from common.scale.head import Pair, Readout, TokenLogprobs
 from common.scale.norms import tapped
 from common.scale.routing import Routing, routers
@@ -105,7 +105,7 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
             micros.append([row])
             tokens = lengths[row]
     micros = micros[::-1] or [[]]  # the longest rows first, so that a lack of memory shows early
-    most = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])  # of all ranks
+    most = int(global_max({"micros": len(micros)}, world)["micros"])  # of all ranks
     while len(micros) < most:
         largest = max(micros, key=len)
         micros.remove(largest)
@@ -223,4 +223,4 @@ def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None
             largest = torch.maximum(largest.to(gap), gap.abs().max())
         tokens += batch.mask.sum()
     metrics = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
-    return metrics | {"sampler_gap_max": (largest, None)}
+    return metrics | {"sampler_gap_max": (largest, "max")}

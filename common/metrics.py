@@ -1,8 +1,7 @@
 """Metrics of a step, as sums and counts that are divided once; the two accuracies of a run."""
 
 import math
-from collections import defaultdict
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,38 +10,40 @@ from common.batch import Rollout
 from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.data import Task, texts_of
-from common.distributed import World, global_sum
+from common.distributed import World, global_max, global_sum
 from common.rollout import Engine
 from common.tasks.reward import Verifier
 
 
 class Means:
-    """Metrics of a step as sums and counts: exact means over any micro-batches and ranks.
+    """Metrics of a step, exact over any micro-batches and ranks.
 
-    With a count of None, the metric is the sum itself, or the maximum if its name ends in `_max`. A
-    metric whose count is 0 has no mean and is left out of the step.
+    Each is added as a pair: (sum, count) of a mean, (value, "sum") of a total, or (value, "max") of
+    a largest value. A mean whose count is 0 is left out of the step.
     """
 
     def __init__(self):
-        self.sums = defaultdict(lambda: torch.tensor(0.0))
-        self.counts, self.plain = defaultdict(float), set()
+        self.sums: dict[str, Tensor] = {}  # of means and totals
+        self.counts: dict[str, Tensor | float] = {}  # of means
+        self.maxima: dict[str, Tensor] = {}
 
-    def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> Self:
-        for name, (total, count) in pairs.items():
-            number = not isinstance(total, Tensor)
-            value = torch.tensor(total, dtype=torch.float64) if number else total.detach().double()
-            combine = torch.maximum if name.endswith("_max") else torch.add
-            self.sums[name] = combine(self.sums[name], value)
-            self.counts[name] = self.counts[name] + (0.0 if count is None else count)
-            if count is None:
-                self.plain.add(name)
+    def add(self, **pairs: tuple[Tensor | float, Tensor | float | Literal["sum", "max"]]) -> Self:
+        for name, (value, count) in pairs.items():
+            value = torch.as_tensor(value, dtype=torch.float64).detach()
+            if count == "max":
+                self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+                continue
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            if count != "sum":
+                self.counts[name] = self.counts.get(name, 0.0) + count
         return self
 
     def reduce(self, world: World) -> dict[str, float]:
         """Compute every metric over all ranks."""
         sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
-        means = {name: sums[name] / counts[name] for name in self.sums if counts[name]}
-        return means | {name: sums[name] for name in self.plain}
+        totals = {name: total for name, total in sums.items() if name not in counts}
+        means = {name: sums[name] / count for name, count in counts.items() if count}
+        return means | totals | global_max(self.maxima, world)
 
 
 def heat(rate: float, args: Flags) -> float:
@@ -107,8 +108,8 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
         "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
-        "tokens": (tokens, None),
-        "judge_killed": (killed, None),
+        "tokens": (tokens, "sum"),
+        "judge_killed": (killed, "sum"),
     }
 
 

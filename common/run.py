@@ -212,10 +212,9 @@ class Run:
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
-        # All ranks skip together. A metric with the count None is summed over ranks, so each rank
-        # adds its share of 1.
+        # All ranks skip together. A total is summed over ranks, so each adds its share of 1.
         skipped = 0.0 if finite else 1 / self.world.size
-        return {"grad_norm": (norm if finite else 0.0, finite), "skipped": (skipped, None)}
+        return {"grad_norm": (norm if finite else 0.0, finite), "skipped": (skipped, "sum")}
 
     def check_sampler(self, minibatches: list[Rollout]) -> dict[str, tuple]:
         """Stop the run if sampler and trainer disagree; else return the metrics of their gap.

@@ -151,7 +151,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     ratio = (logp - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     stats = {
         "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), "max"),
     }
     if args.centre_top > 0:
         moved = centring(args, batch).abs().sum(dim=-1) / 2  # [n, T]

@@ -81,7 +81,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     return {
         "kept_beyond_clip": beyond["clip_share"],
         "capped_share": (((ratio > args.is_cap) * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), ratio[mask > 0]]).max(), "max"),
     }
 
 

@@ -159,7 +159,7 @@ class Draws:
             "extra_tokens": (self.tokens - used, used),
             "reward_drawn": (self.sum, self.groups * G),
             "overlong": (-overlong(rollout.mask.sum(dim=1), self.args).sum(), N),
-            "tokens": (self.tokens - used, None),  # added to the batch's
+            "tokens": (self.tokens - used, "sum"),  # added to the batch's
         }
 
 

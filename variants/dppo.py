@@ -147,7 +147,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
         "masked_above": ((cut * (uncapped > 1) * mask).sum(), mask.sum()),
         "masked_below": ((cut * (uncapped < 1) * mask).sum(), mask.sum()),
         "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), "max"),
     }
 
 

@@ -152,7 +152,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
         "corrected": (((weight - 1).abs() * mask).sum(), mask.sum()),
         "dropped_share": (((weight == 0) * mask).sum(), mask.sum()),
         "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), "max"),
     }
 
 

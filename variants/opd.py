@@ -136,7 +136,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     uncapped = (logp - batch.rollout_logp).exp()  # [n, T]: w
     stats = {
         "weight": ((importance_weight(args, logp, batch) * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), "max"),
     }
     if args.beta > 0:
         foreign = (batch.teacher_logp < FOREIGN) * mask  # [n, T]

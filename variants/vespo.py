@@ -100,7 +100,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
         "reshaped": ((weight - 1).abs().sum(), len(A)),
         "gate_pos": ((weight * (A > 0)).sum(), (A > 0).sum()),
         "gate_neg": ((weight * (A < 0)).sum(), (A < 0).sum()),
-        "weight_max": (torch.cat([W.new_zeros(1), W]).max(), None),
+        "weight_max": (torch.cat([W.new_zeros(1), W]).max(), "max"),
     }
 
 
