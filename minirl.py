@@ -118,7 +118,7 @@ class Args(Flags):
     routing_replay: Literal["none", "r2", "r3"] = "none"
     """Experts to replay in a mixture of experts: r2 the trainer's under π_old, r3 the sampler's."""
     # </own>
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
+                # logp.grad (response_logprobs keeps it) is minus the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.

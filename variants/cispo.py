@@ -61,7 +61,7 @@ class Args(Trunk):
     """ε of its upper clip, likewise (DAPO's authors)."""
     is_cap: Positive = 5.0
     """c: largest importance weight r (the paper gives none; ScaleRL's, as TRL has it)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,7 @@ class Args(Trunk):
     """A weight that falls with the divergence, instead of the mask (DRPO: with --delta 12.5)."""
     log_square: NonNegative = 0.0
     """κ: weight of (log π_θ/μ)² on every token, masked or not (our choice; prime-rl: 1e-3)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper

@@ -64,7 +64,7 @@ class Args(Trunk):
     """ε of the lower clip (authors' code)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip (authors' code)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Args(Trunk):
     """ε of the lower clip (authors' script)."""
     clip_high: NonNegative = 0.28
     """ε of the upper clip (authors' script)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Args(Trunk):
     """k if Â < 0 (authors' code)."""
     lambda_neg: Exponent = 2.0
     """λ if Â < 0 (authors' code)."""
-    acts_on_ratio = True  # no flag: ACTED's first is 0 while every ratio is 1
+    acts_on_ratio = True  # not a flag: never acting is no fault if every ratio is 1
 
 
 def log_weight(logp: Tensor, batch: Rollout) -> Tensor:
