@@ -19,15 +19,12 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
 
 def draw_problem() -> tuple[str, str]:
-    """Return a prompt, like `7*8-9+6=`, and its answer, `53`, worked left to right, modulo 100.
-
-    A good response is `7*8=56;56-9=47;47+6=53#53`: the working, `#`, the answer.
-    """
+    """Return a prompt, like `7*8-9+6=`, and its answer, `53`, worked left to right, modulo 100."""
     prompt = value = random.choice("0123456789")
     for _ in range(random.randint(1, 6)):
         prompt += random.choice("+-*") + random.choice("0123456789")
         value = str(eval(value + prompt[-2:]) % 100)  # 7*8 is 56, 56-9 is 47, 47+6 is 53
-    return prompt + "=", value
+    return prompt + "=", value  # a good response is 7*8=56;56-9=47;47+6=53#53: working, #, answer
 
 
 @torch.no_grad()
@@ -67,9 +64,8 @@ def policy_loss(
 ) -> Tensor:
     """Return minus the objective, averaged over each response's tokens, then over responses."""
     ratio = (logp - old_logp).exp()  # [n, S-1]: r; 1 until the rollout's first optimiser step
-    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]: ε = 0.2
+    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]; outside 1 ± ε a constant: no gradient
     k3 = (ref_logp - logp).exp() - (ref_logp - logp) - 1  # [n, S-1]: estimates the KL to π_ref
-    # Outside 1 ± ε, min can pick the clipped ratio, a constant, which has no gradient.
     objective = torch.minimum(ratio * A, clipped * A) - 0.01 * k3  # [n, S-1]: β = 0.01
     return -((objective * mask).sum(dim=1) / mask.sum(dim=1)).mean()
 

@@ -28,10 +28,9 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
     I M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-In runs of the tiny model the mask hardly acts, on about 4 tokens in a million.
-
 Differs from grpo.py in:
-1. The mask I, and a denominator that counts the kept tokens.
+1. The mask I, and a denominator that counts the kept tokens. (In runs of the tiny model the mask
+   hardly acts, on about 4 tokens in a million.)
 2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term: the recipe of JustRL
    (variants/justrl.py), on which the paper builds.
 3. One more forward pass per mini-batch, because τ_h must be known before the first gradient.

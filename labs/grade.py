@@ -231,10 +231,9 @@ def hint(failed: dict[Check | None, str]) -> str:
         return "Make the file run first."
     lines = []
     for check in shown(failed):
-        text = f"What check {plain_name(check)} asks for: {check.__doc__}"
-        if failed[check].startswith("TODO: "):
-            text = f"{failed[check].removeprefix('TODO: ')} is not written yet."
-        lines.append(" ".join(text.split()))
+        _, missing, function = failed[check].partition("TODO: ")
+        rule = f"What check {plain_name(check)} asks for: {check.__doc__}"
+        lines.append(f"{function} is not written yet." if missing else " ".join(rule.split()))
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -8,14 +8,13 @@ All runs start from the same weights: grpo.py's after five steps of 16 updates a
 rate. Each then takes ten more such steps with its own seed, so with other prompts and samples.
 FILE trains these ten steps, with all flags that are not this program's.
 
-`--shuffled` shuffles the advantages within each group, which removes the signal and keeps the
-noise. Each number is greedy accuracy on the held-out problems:
+`--shuffled` shuffles advantages within each group: no signal, but the same noise. Each number is
+greedy accuracy on the held-out problems:
 
     start      the weights that all runs share
     each       every run's own
     mean2, mean4, ...   means of the weights of 2 runs, of 4, ...: disjoint sets of them
-    back       every run, moved straight back towards the start until it is as near as the mean of
-               all runs is: what a mean gains by being nearer, without averaging
+    back       every run, moved straight back to the mean's distance: nearer, but not averaged
 """
 
 import subprocess

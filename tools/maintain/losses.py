@@ -17,8 +17,8 @@ INTRODUCTION = """# Every loss on one page
 For one loss of each kind: the weight that it gives to ∇ log π_θ(y_t), then its `policy_loss`. The
 other files follow with their weight only. A loss returns a sum and the count that divides it, so
 its return line shows the average that the weight may leave out. `A` is the advantage Â, `ratio` is
-r = π_θ/π_old, μ is the sampler's probability, and `mask` is 1 on response tokens. Each file explains
-its other names, and [common/batch.py](../common/batch.py) the columns of `batch`. [The
+r = π_θ/π_old, μ is the sampler's probability, and `mask` is 1 on response tokens. The files explain
+other names, and [common/batch.py](../common/batch.py) the columns of `batch`. [The
 checks](../checks/__init__.py) compare the files with the papers' formulas and other people's code.
 
 Headings say what bounds a step. [One table](questions.md#one-table) compares all parts of thirteen
