@@ -2,7 +2,6 @@
 
     python -m labs.heat.mean grpo.py --runs 4     # two minutes on one core
     python -m labs.heat.mean grpo.py --shuffled   # eight runs without a signal
-    python -m labs.heat.mean gspo.py --lr 3e-4
 
 All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
 rate. Each then takes ten more such steps with its own seed, so with other prompts and samples.
