@@ -211,7 +211,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
+                # logp.grad (response_logprobs keeps it) is minus the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -248,12 +248,12 @@ if __name__ == "__main__":
 # 1. The paper does not state ε. 0.2 is PPO's value and the usual choice.
 # 2. std is the sample standard deviation plus 1e-6, as in verl. It divides by G-1, like TRL; the
 #    paper does not say. Dividing by G would make every advantage sqrt(G/(G-1)) times larger (7% at
-#    G = 8). AdamW cancels such a constant factor, except through `--grad_clip`, its epsilon and the
-#    balance with the KL term.
+#    G = 8). AdamW cancels this, but for `--grad_clip`, its epsilon and the balance with the KL.
 # 3. β is 0.04 in the paper. Here it is 0.01, because the small model must move far from π_ref to
-#    learn its task.
-# 4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes
-#    one. With one step, r is always 1 and the clip never acts.
+#    learn its task. Algorithm 1 sets π_ref to the policy at the start of each of its I iterations;
+#    here I = 1, so π_ref never changes.
+# 4. A rollout (all responses of one step) is used for four optimiser steps, in the paper for one.
+#    With one step, r is always 1 and the clip never acts.
 # 5. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
 #    step is skipped.
 #

@@ -24,7 +24,7 @@ def draw_problem() -> tuple[str, str]:
     for _ in range(random.randint(1, 6)):
         prompt += random.choice("+-*") + random.choice("0123456789")
         value = str(eval(value + prompt[-2:]) % 100)  # 7*8 is 56, 56-9 is 47, 47+6 is 53
-    return prompt + "=", value
+    return prompt + "=", value  # a good response is 7*8=56;56-9=47;47+6=53#53: working, #, answer
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]
     ends = padded["attention_mask"].sum(dim=1).repeat_interleave(G)  # [N]: tokens so far
     mask = torch.zeros(len(sequences), S - 1)  # [N, S-1]
     rows = torch.arange(len(sequences))  # [n]: the rows that are not finished
-    while len(rows) > 0:
+    while len(rows) > 0:  # each pass computes all positions again: a cache would need more code
         last = ends[rows] - 1  # [n]: the position that predicts the next token
         logits = policy(sequences[rows, : ends[rows].max()]).logits  # [n, positions, V]
         probabilities = logits[torch.arange(len(rows)), last].softmax(dim=-1)  # [n, V]
@@ -64,7 +64,7 @@ def policy_loss(
 ) -> Tensor:
     """Return minus the objective, averaged over each response's tokens, then over responses."""
     ratio = (logp - old_logp).exp()  # [n, S-1]: r; 1 until the rollout's first optimiser step
-    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]: ε = 0.2; beyond, min may drop the gradient
+    clipped = ratio.clamp(1 - 0.2, 1 + 0.2)  # [n, S-1]; outside 1 ± ε a constant: no gradient
     k3 = (ref_logp - logp).exp() - (ref_logp - logp) - 1  # [n, S-1]: estimates the KL to π_ref
     objective = torch.minimum(ratio * A, clipped * A) - 0.01 * k3  # [n, S-1]: β = 0.01
     return -((objective * mask).sum(dim=1) / mask.sum(dim=1)).mean()

@@ -10,8 +10,8 @@ The idea: replace the clip by a smooth gate. It is 1 at r = 1 and falls as the r
 either direction, so no token ever loses its whole gradient. The weight is the gate times r, so it
 still grows up to about r = 2 (to 1.57 Â) before it falls. A larger τ makes the gate narrower. The
 paper takes τ_neg > τ_pos, because pushing a sampled token down raises the logits of all others, and
-it holds most of those to be nonsense. Here the order of the two made no difference beyond the seeds
-(docs/claims.md).
+most of those, it says, are nonsense. Here swapping the two made no larger difference than another
+seed does (docs/claims.md).
 
 Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
 
@@ -27,7 +27,7 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-The value of f, 2/τ at r = 1, has no meaning. Its gradient has: do not detach f or multiply it by r.
+Only the gradient of f matters, not its value (2/τ at r = 1): do not detach f or multiply it by r.
 
 Differs from grpo.py in:
 1. A soft gate instead of min and clip, still per token. (If a response's tokens move together, it
@@ -214,7 +214,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
+                # logp.grad (response_logprobs keeps it) is minus the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.
@@ -248,7 +248,7 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. Model, data and the run's size. The paper's setting, by summaries: Qwen3-30B-A3B after a cold
-#    start, and four mini-batches per rollout, which is also the default here.
+# 1. Model, data and the run's size. The paper's setting, as summarised by others: Qwen3-30B-A3B
+#    after a cold start, and four mini-batches per rollout, which is also the default here.
 # 2. AdamW's betas, warm-up, gradient clip, group size and the 1e-6 beside std are ours (not known).
 # 3. log r is not clamped. If it is above 88, exp(log r) overflows, and the step is skipped.

@@ -4,14 +4,14 @@ Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs
 Spurious Tokens", 2026, arXiv 2602.15620.
 
 The problem: a right response may contain a spurious token, to which the model gave a tiny
-probability while it was sure of another token. The authors hold that such a token did not help. But
+probability while it was sure of another token. The authors say that such a token did not help, but
 it gets the same advantage as the rest of the response, and the largest gradient.
 
 The idea: find these tokens by their probability and by the entropy at their position, and leave
-them out of the loss. What remains is GRPO's clipped loss, averaged over the tokens that are left.
-Its upper clip is the wider one of DAPO (clip-higher), so other rare tokens can still grow. Only
-positive advantages are masked. So the gradient is biased: a spurious token is never pushed up, but
-where a wrong response has it, it is still pushed down.
+them out of the loss, which is GRPO's with a wider upper clip, averaged over the tokens left. Only
+positive advantages are masked, which biases the gradient: such a token can only be pushed down. The
+mask cannot tell a slip from a discovery. In labs/junk one rare token decides the reward: it stays
+at probability 0.001 in all 20 seeds of STAPO, and GRPO learns it in all 20.
 
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
@@ -28,6 +28,13 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
     I M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
+Differs from grpo.py in:
+1. The mask I, and a denominator that counts the kept tokens. (In runs of the tiny model the mask
+   hardly acts, on about 4 tokens in a million.)
+2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term: the recipe of JustRL
+   (variants/justrl.py), on which the paper builds.
+3. One more forward pass per mini-batch, because τ_h must be known before the first gradient.
+
 Why is the gradient of such a token the largest? Theorem 3.1 is about the gradient with respect to
 the logits a, with c the weight above and V the size of the vocabulary:
 
@@ -36,16 +43,6 @@ the logits a, with c the weight above and V the size of the vocabulary:
 
 Both bounds are largest at a low probability and a low entropy. The difference is small: the norm is
 at most √2 times that of a rare token at high entropy.
-
-The mask cannot tell a slip from a discovery. In labs/junk one rare token decides the reward: STAPO
-keeps it at probability 0.001 in all 20 seeds, and GRPO learns it in all of them. In runs of the
-tiny model the mask hardly acts, on about 4 tokens in a million.
-
-Differs from grpo.py in:
-1. The mask I, and a denominator that counts the kept tokens.
-2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term: the recipe of JustRL
-   (variants/justrl.py), on which the paper builds.
-3. One more forward pass per mini-batch, because τ_h must be known before the first gradient.
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
@@ -264,7 +261,7 @@ def main(args: Args, world: World) -> None:
                 loss, count = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                # logp.grad is ∂loss/∂log π_θ. Its negative is the weight on ∇ log π_θ (header).
+                # logp.grad (response_logprobs keeps it) is minus the weight on ∇ log π_θ (header).
                 minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **measures(args, logp.detach(), micro))
             # Sums become means: divide gradients and token weights by the count over all ranks.

@@ -116,7 +116,7 @@ ADVANTAGE = "A = batch.advantages[:, None]"
 WHITENED = f"{ADVANTAGE}\n    A = (A - A.mean()) / (A.std() + 1e-8)"
 CLIP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 BOUNDS = "-args.clip_low, args.clip_high"
-# Mistakes that students and public code make: `labs.grade --hint` and `labs.bug` name them
+# Mistakes that students and public code make: the judge (labs/judge.py) and `labs.bug` name them
 MUTANTS = {
     "equal rewards not made 0": ("rewards = rewards - rewards[:, :1]", "rewards = 1.0 * rewards"),
     "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),

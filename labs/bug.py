@@ -77,7 +77,7 @@ BUGS = [
     Bug(
         "KL direction",
         "check_kl",
-        "Look at `ref_kl`, and at little else.",
+        "Which curve would you expect to change, and does it?",
         "exp(x) - x - 1 of x = log π_θ - log π_ref estimates another divergence (its mean under"
         " π_θ is χ² - KL, instead of KL(π_θ ‖ π_ref)). It still pulls to the reference, and "
         "the curves hardly change: only an enumeration shows it.",

@@ -1,7 +1,6 @@
 """Grade an exercise of labs.blank: print the checks that fail, each with a number that it found. In
-an algorithm's file the checks of single parts come first. When they hold, those of the whole loss
-follow: its value, gradient and count on a batch, with several flags, also in micro-batches. If you
-wrote `measures`, its metrics are checked last.
+an algorithm's file the checks of single parts come first, then those of the whole loss: its value,
+gradient and count on a batch, with several flags, also in micro-batches; `measures` comes last.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
     python -m labs.grade mine.py:grpo_loss      judges a loss with any arguments (labs/judge.py)
@@ -227,11 +226,15 @@ def next_verdict(results: Connection) -> tuple[str, bool]:
 
 
 def hint(failed: dict[Check | None, str]) -> str:
-    """Say what the checks that are shown ask for."""
-    if None in failed or "TODO" in next(iter(failed.values())):
-        return "Make the file run first; a TODO is what you are to write."
-    rules = [f"{check.__doc__.strip()} ({plain_name(check)})" for check in shown(failed)]
-    return " ".join("; ".join(rules).split())
+    """Say, a line each, what is not written yet and what the other checks shown ask for."""
+    if None in failed:
+        return "Make the file run first."
+    lines = []
+    for check in shown(failed):
+        _, missing, function = failed[check].partition("TODO: ")
+        rule = f"What check {plain_name(check)} asks for: {check.__doc__}"
+        lines.append(f"{function} is not written yet." if missing else " ".join(rule.split()))
+    return "\n".join(dict.fromkeys(lines))
 
 
 def plain_name(check: Check | None) -> str:
@@ -286,7 +289,8 @@ def main() -> int:
             every.remove(check)
     say(report(failed, held, every))
     if failed and words.hint:
-        say(textwrap.fill(f"Hint. {hint(failed)}", 100))
+        for line in hint(failed).splitlines():
+            say(textwrap.fill(f"Hint. {line}", 100))
         if name in MODULES:
             say(f"The judge names known mistakes: python -m labs.grade {path}:policy_loss")
     return 1 if failed else 0

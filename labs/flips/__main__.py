@@ -65,8 +65,8 @@ def measure(arm: str, seed: int) -> dict:
 
 def rows(results: dict) -> list[list[str]]:
     """Compare each run with the clean run of the same loss and seed."""
-    head = "rollouts until success > 1/2", "later than clean", "success at the end"
-    table = [["arm", *head, "entropy at the end", "entropy lost to clean"]]
+    head = "rollouts until success > 1/2", "seeds that learn later", "success at the end"
+    table = [["arm", *head, "entropy at the end", "entropy lost"]]
     for arm, runs in results.items():
         later = lost = "–"
         if not arm.endswith("clean"):

@@ -2,20 +2,18 @@
 
     python -m labs.heat.mean grpo.py --runs 4     # two minutes on one core
     python -m labs.heat.mean grpo.py --shuffled   # eight runs without a signal
-    python -m labs.heat.mean gspo.py --lr 3e-4
 
 All runs start from the same weights: grpo.py's after five steps of 16 updates at three times its
-rate. Each then takes ten more such steps with a seed of its own, so with other prompts and other
-samples. FILE trains these ten steps, with the flags that are not this program's.
+rate. Each then takes ten more such steps with its own seed, so with other prompts and samples.
+FILE trains these ten steps, with all flags that are not this program's.
 
-`--shuffled` shuffles the advantages within each group, which removes the signal and keeps the
-noise. Each number is greedy accuracy on the held-out problems:
+`--shuffled` shuffles advantages within each group: no signal, but the same noise. Each number is
+greedy accuracy on the held-out problems:
 
     start      the weights that all runs share
     each       every run's own
     mean2, mean4, ...   means of the weights of 2 runs, of 4, ...: disjoint sets of them
-    back       every run, moved straight back towards the start until it is as near as the mean of
-               all runs is: what a mean gains by being nearer, without averaging
+    back       every run, moved straight back to the mean's distance: nearer, but not averaged
 """
 
 import subprocess
@@ -126,10 +124,11 @@ def main() -> None:
         try:
             start = train(f"grpo.py {FALL} {MEASURE} --steps 5", words.seed, folder / "start")
             model = folder / "start/run/model"
-            fork = f"{words.file} {FALL} {MEASURE} --model {model} --warmup 0 --steps 10"
-            fork = " ".join([fork, *flags])
+            fork = f"{words.file} {FALL} {MEASURE} --model {model} --warmup 0 --steps 10 "
+            fork += " ".join(flags)
             runs = []
             for number in range(1, words.runs + 1):
+                print(f"run {number} of {words.runs} ...", flush=True)
                 seed = 100 * words.seed + number
                 runs.append(train(fork, seed, folder / str(number), words.shuffled))
         except (BadInput, OSError) as error:

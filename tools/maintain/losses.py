@@ -14,20 +14,20 @@ from checks.files import ALGORITHMS, PATHS, ROOT, VARIANTS
 PAGE = ROOT / "docs" / "losses.md"
 INTRODUCTION = """# Every loss on one page
 
-One `policy_loss` of each kind, under the weight that it gives to ∇ log π_θ(y_t); of the other files
-only the weight, at the end. A loss returns a sum and the count that divides it; its return line has
-the average if the weight leaves it out. `A` is the advantage Â, `ratio` is r = π_θ/π_old, μ is the
-sampler's probability, and `mask` is 1 on response tokens; the files explain the rest, and
-[common/batch.py](../common/batch.py) the columns of `batch`. [The checks](../checks/__init__.py)
-compare the files with the papers' formulas and other people's code.
+For one loss of each kind: the weight that it gives to ∇ log π_θ(y_t), then its `policy_loss`. The
+other files follow with their weight only. A loss returns a sum and the count that divides it, so
+its return line shows the average that the weight may leave out. `A` is the advantage Â, `ratio` is
+r = π_θ/π_old, μ is the sampler's probability, and `mask` is 1 on response tokens. The files explain
+other names, and [common/batch.py](../common/batch.py) the columns of `batch`. [The
+checks](../checks/__init__.py) compare the files with the papers' formulas and other people's code.
 
-The headings go by what bounds a step. [One table](questions.md#one-table) compares thirteen methods
-in everything else too, and [variants](../variants/README.md) says what each variant changes.
+Headings say what bounds a step. [One table](questions.md#one-table) compares all parts of thirteen
+methods, and [variants](../variants/README.md) says what each variant changes.
 """
 WITH_CODE = "grpo stapo sapo cispo gspo".split()  # one of each kind
 WEIGHTS = """## The others: the weight
 
-M is the clip, as above. Each file explains its other symbols and has the average and the code.
+M is the clip, as above. Each file explains its other symbols, and has the average and the code.
 """
 # What keeps a step from moving the policy too far? A variant's header says it in its own words:
 # "What bounds a step: a clip of the token's ratio."
