@@ -1,9 +1,9 @@
 """Draw pictures of docs/ again: stability, collapse, curves, smollm2.
 
-    python -m tools.maintain.figures stability         from labs/race/table.json
-    python -m tools.maintain.figures collapse RUNS     RUNS/fall and RUNS/small
-    python -m tools.maintain.figures curves RUNS       RUNS/grpo and the other eight
-    python -m tools.maintain.figures smollm2 RUNS      RUNS/smollm2
+    python -m labs.race.figures stability         from labs/race/table.json
+    python -m labs.race.figures collapse RUNS     RUNS/fall and RUNS/small
+    python -m labs.race.figures curves RUNS       RUNS/grpo and the other eight
+    python -m labs.race.figures smollm2 RUNS      RUNS/smollm2
 
 These commands make the runs:
 
@@ -19,15 +19,15 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+from checks.files import NINE, ROOT
 from common.records.curves import BLUE, ORANGE, draw_curves, series, smooth
 from common.records.files import read_lines, saved_config
-from labs import lab
-from labs.race.__main__ import TABLE, Cells, columns, median, methods, read, sign
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from checks.files import NINE, ROOT
+from labs import lab
+from labs.race.__main__ import TABLE, Cells, columns, median, methods, read, sign
 
 DOCS = ROOT / "docs"
 FRAME = "#D55E00"  # the orange of Okabe and Ito, which stands out on dark blue
