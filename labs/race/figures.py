@@ -96,7 +96,8 @@ def stability() -> None:
     title = "Under all four stresses five of the nine end below their start;\n"
     title += "grpo with a third of its rate does best"
     lab.save(draw_stability(cells, main, title), DOCS / "stability.png")
-    title = "Of the variants only opd, with its trained teacher, stays well above the start everywhere"
+    title = "Of the variants only opd, with its trained teacher, "
+    title += "stays well above the start everywhere"
     lab.save(draw_stability(cells, variants, title), DOCS / "stability-variants.png")
 
 
