@@ -213,8 +213,10 @@ def smollm2(runs: Path) -> None:
     for line in lines:
         line.pop("response_len", None)
         line.pop("grad_norm", None)
-    config = saved_config(folder) | {"model": "SmolLM2-135M", "task": "sums of two numbers"}
-    lab.save(draw_curves(config, lines), DOCS / "curves-smollm2.png")
+    figure = draw_curves(saved_config(folder), lines)
+    lab.entitle(figure, "SmolLM2-135M learns sums in 24 steps (grpo.py, rate 3e-6, seed 1)")
+    figure.supxlabel("faint: each step; lines: means of 3 steps", fontsize=10)
+    lab.save(figure, DOCS / "curves-smollm2.png")
 
 
 if __name__ == "__main__":
