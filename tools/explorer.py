@@ -58,8 +58,7 @@ GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss 
     "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
-# Where the buttons of part 3 lead. We found it once by the rule that the page states, with these
-# numbers.
+# Where the buttons of part 3 lead. We found it once by the page's rule with these numbers.
 RULE = {"window": 10, "fallen": 90.0, "lost": 50.0}
 MARKS = [
     {"kind": "rises", "step": 24, "name": "weight_max"},
