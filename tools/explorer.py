@@ -58,8 +58,8 @@ GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss 
     "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
-# Where the buttons of part 3 lead. We found it once by this rule, whose numbers the page states.
-RULE = {"window": 10, "risen": 2.0, "halved": 50.0, "fallen": 90.0, "lost": 50.0}
+# Where the buttons of part 3 lead. We found it once by the page's rule with these numbers.
+RULE = {"window": 10, "fallen": 90.0, "lost": 50.0}
 MARKS = [
     {"kind": "rises", "step": 24, "name": "weight_max"},
     {"kind": "falls", "step": 41, "name": "reward"},

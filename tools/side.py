@@ -3,7 +3,7 @@
     python -m tools.side [--out side.html]
 
 Equal lines are folded, changed lines stand beside each other, and marks (`# <own>`) are left out.
-The page's arrow keys change the right file, and side.html#grpo,stapo,policy_loss opens one part.
+The page's arrow keys change the right file, and side.html#grpo,sapo,policy_loss opens one part.
 
 With `,alone` behind it, the page has only that part, without comments: for a slide or a picture.
 
