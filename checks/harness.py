@@ -46,8 +46,6 @@ def busy_batch() -> dict[str, Tensor]:
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
     batch |= {"mask": mask, "advantages": A[:, 0]}
-    top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
-    batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
     batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
     return batch
@@ -181,8 +179,6 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
         "teacher_logp": columns.get("ref_logp"),  # opd
-        "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
-        "top_logp": logp.new_zeros(*logp.shape, 0),  # centred
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():

@@ -96,7 +96,7 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     tracker.track_external(lm)
     with warnings.catch_warnings(action="ignore"), tracker:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0, :, None], 1.0, entropies)
+        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], 1.0, entropies)
         logp.sum().backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()  # there is one device
     found["activations"] = peak["Total"] - 2 * found["parameters"]

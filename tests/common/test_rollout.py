@@ -27,23 +27,6 @@ def prompts(tiny):
     return [tiny[1](prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def test_the_most_likely_tokens(world, tiny, prompts):
-    """The sampler reports up to the whole vocabulary, also if prompts are decoded in turns. All
-    log-probs are the trainer's at that temperature, and 0 on padding."""
-    for asked, given in ((3, 3), (99, 18)):
-        engine = HFEngine(tiny[0], world, 0, "float32", 16, top=asked)
-        rollout = engine.generate(prompts, 8, 64, 0.6)
-        assert rollout.sampler_top.shape == (*rollout.mask.shape, given)
-        assert (rollout.sampler_top.diff(dim=-1) <= 0).all()
-        response_logprobs(Policy(tiny[0]), rollout, 0.6)
-        assert torch.allclose(rollout.top_logp, rollout.sampler_top, atol=1e-4)
-        assert (rollout.top_logp[rollout.mask == 0] == 0).all() and rollout.top_logp.requires_grad
-    places = rollout.mask.bool()
-    assert torch.allclose(rollout.sampler_top[places].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
-    here = rollout.sampler_top_ids[places] == rollout.tokens[places][:, None]
-    assert torch.equal(rollout.sampler_top[places][here], rollout.rollout_logp[places])
-
-
 def test_masks_end_with_the_eos(engine, tiny, prompts):
     """Row i answers prompt i // n. After the EOS is padding. A cut response has no EOS."""
     eos = tiny[1].eos_token_id
