@@ -46,6 +46,10 @@ def busy_batch() -> dict[str, Tensor]:
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
     batch |= {"mask": mask, "advantages": A[:, 0]}
+    proxy = torch.rand(mask.shape, generator=generator, dtype=torch.float64)  # lp_reg
+    batch["proxy_logp"] = logsigmoid(8 * odds - 4 + 3 * proxy - 1.5)
+    batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out
+    batch["proxy_logp"] = torch.where(mask > 0, batch["proxy_logp"], old + 3)
     batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
     return batch
@@ -179,6 +183,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
         "teacher_logp": columns.get("ref_logp"),  # opd
+        "proxy_logp": columns["old_logp"],  # lp_reg
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
