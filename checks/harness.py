@@ -62,10 +62,8 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
     columns = busy_batch()
     columns["logp"].requires_grad_()
     logp, batch = mini_batch(module, args, **columns)
-    # Branches have the size of the main rows, divided by their own: tokens, or responses
-    kept = getattr(batch, "kept", batch.mask)
-    size = kept.sum(1) if getattr(args, "token_mean", True) else torch.ones(len(kept)).double()
-    is_branch = batch.branch > 0
+    # Branches have the tokens of the main rows, divided by their own
+    size, is_branch = batch.mask.sum(1), batch.branch > 0
     batch.branch = batch.branch * size[~is_branch].sum() / size[is_branch].sum()
     return args, logp, batch
 

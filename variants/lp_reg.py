@@ -34,7 +34,7 @@ is small: at r = 1 it is the filtered probability over the rest. PPO's clip woul
 0.8. The authors' clip has no lower bound (ε_low = 1), so only this term acts. A clip only stops
 pushing, so other tokens can still drag a token down; the term pulls it back.
 
-What bounds a step: the clip above 1, and the pull towards π_proxy.
+What bounds a step: a clip of the token's ratio.
 
 Base file: stapo.py. Differs from it in:
 1. The term β I k3 instead of the mask of spurious tokens. π_proxy is a column that the pass for
