@@ -74,19 +74,21 @@ def test_runs_repeat(tiny, world, prompts):
     assert first == sampled(0, 0) and first not in (sampled(1, 0), sampled(0, 1))
 
 
-def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
+@pytest.mark.parametrize("max_rows", [1024, 16])
+def test_prefixes_are_continued(engine, tiny, prompts, max_rows):
     """A prefix is part of the response and counts towards the limit, but is not in the mask. log μ
-    of every sampled token is the trainer's."""
+    of every sampled token is the trainer's at that temperature, also if prompts take turns."""
     lm, tokenizer = tiny
+    engine.max_rows = max_rows
     texts = ["7*8=56;", "", "3*3=9;9*3=27;", "#"]
     prefixes = [tokenizer(text)["input_ids"] if text else [] for text in texts]
-    rollout = engine.generate(prompts, 8, 20, 1.0, prefixes)
+    rollout = engine.generate(prompts, 8, 20, 0.6, prefixes)
     for i, row in enumerate(rollout.response_ids()):
         prefix = prefixes[i // 8]
         assert row[: len(prefix)] == prefix and len(row) <= 20
         assert int(rollout.mask[i].sum()) == len(row) - len(prefix)
         assert int(rollout.prefix_len[i]) == len(prefix)
-    logp, _ = response_logprobs(Policy(lm), rollout, 1.0)
+    logp, _ = response_logprobs(Policy(lm), rollout, 0.6)
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
