@@ -3,9 +3,8 @@ r"""Stack: five methods as layers of one loop, each with a flag that switches it
 Parts of STAPO, MASPO, Goldilocks, DEEP-GRPO and VCPO (their files name the papers), on the loss of
 He et al., "JustRL: Scaling a 1.5B LLM with a Simple RL Recipe", 2025, arXiv 2512.16649.
 
-The problem: the methods of this repository change different parts of a step. Surveys of 2026 sort
-them into layers (tokens, samples, exploration, system) and advise to stack these. But each paper
-tests its method alone, and we know none that tests the stack.
+The problem: each paper tests its method alone. Surveys of 2026 sort the methods into layers (token,
+sample, exploration, system) and advise to stack them, but we know no paper that tests the stack.
 
 The idea: build the stack, so that one flag takes a layer out.
 
@@ -28,10 +27,8 @@ sg[x] is x without gradient. The layers are:
     exploration  new endings of failed responses                       deep_grpo   --branches 0
     system       the rate times sqrt(ESS/B), B responses per update    vcpo        --no_ess_scaling
 
-Without the gate F r Â is min(r Â, clip(r) Â). Without all layers this is justrl.py.
-
-How do the layers meet? The teacher learns from main responses only, and branches start from the
-prompts that it chose. STAPO's quantile and ESS are over main rows and branches. No batch waits
+Without the gate F r Â is min(r Â, clip(r) Â). Without layers this is justrl.py. The teacher learns
+from main responses only. STAPO's quantile and ESS are over main rows and branches. No batch waits
 here, so the weights π_θ(y)/μ(y) of ESS leave 1 by the updates since the rollout.
 
 What bounds a step: a smooth gate on the token's ratio.
@@ -50,22 +47,19 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, Positive, Share, Whole
-from common.data import Problem, Task
+from common.cli import BadInput, Count, Positive, Share, Whole  # noqa: F401  (for LOOP)
 from common.distributed import World
 from common.launch import launch
 from common.metrics import clip_shares
-from common.rollout import Engine
-from deep_grpo import Branches
-from goldilocks import Curriculum
-from maspo import gates
-import stapo
 import torch
 from torch import Tensor
-from torch.nn import Module
-from vcpo import ess_ratio, log_weight  # noqa: F401  (for LOOP)
 
+from deep_grpo import Branches  # noqa: F401  (for LOOP)
+from goldilocks import Curriculum  # noqa: F401  (for LOOP)
+import maspo
+import stapo
 from variants import Trunk, loop_of
+from vcpo import ess_ratio, log_weight  # noqa: F401  (for LOOP)
 
 
 @dataclass
@@ -86,55 +80,19 @@ class Args(Trunk):
     """Text that ends a segment; a token that ends in it allows a branch (DEEP-GRPO's paper: `.`)."""
     ess_scaling: bool = True
     """Multiply the learning rate by sqrt(ESS/B) of the mini-batch (VCPO's paper)."""
+
     # No flags: what the parts read besides, as in their own files
     clip_low = 0.2
     clip_high = 0.28
     entropy_rule = "all"
     entropy_quantile = 0.8
-    sigma_base = 1.0
-    sigma_high = 10.0
-    alpha = 0.3
-    beta_pos = 0.03
-    beta_neg = 0.03
     explore = 0.1
     window = 2048
     teacher_updates = 2
     depth_power = 2.0
 
 
-class Layers:
-    """Curriculum and branches. In each step `choose` picks the prompts before the rollout, and
-    `grow` samples branches after the rewards. Either does nothing if its flag is off."""
-
-    def __init__(self, args: Args, lm: Module, engine: Engine, task: Task, world: World):
-        if args.branches == 1:
-            raise BadInput("--branches 1: must be 0, or 2 or more: its siblings judge a branch")
-        self.args, self.rank = args, world.rank
-        self.chosen: list = []  # the curriculum's choice for all ranks
-        self.parts: dict = {}  # what a checkpoint must save
-        if args.candidates > 1:
-            self.parts["curriculum"] = Curriculum(args, lm, task, world)
-        if args.branches:
-            self.parts["branches"] = Branches(args, engine, task, world)
-
-    def choose(self, step: int, in_order: list[Problem]) -> list[Problem]:
-        """Return this rank's problems: the teacher's choice, or those in their order."""
-        if "curriculum" not in self.parts:
-            return in_order
-        self.chosen, P = self.parts["curriculum"].choose(step), len(in_order)
-        return [choice.problem for choice in self.chosen[self.rank * P : (self.rank + 1) * P]]
-
-    def grow(self, rollout: Rollout, rewards: Tensor, problems: list) -> tuple[list, dict]:
-        """Return the mini-batches, with branches beside their main rows, and metrics. The column
-        `branch` is 0 on main rows. The teacher learns from `rewards [P, G]`."""
-        stats = {}
-        if "curriculum" in self.parts:
-            stats = self.parts["curriculum"].learn(self.chosen, rewards)
-        if "branches" not in self.parts:
-            rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
-            return rollout.split(self.args.minibatches), stats
-        grown, more = self.parts["branches"].grow(rollout, rewards, problems)
-        return self.parts["branches"].join(rollout, grown), stats | more
+GATE = maspo.Args()  # its flags, at their defaults
 
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
@@ -148,7 +106,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     if args.gate:
-        objective = gates(args, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
+        objective = maspo.gates(GATE, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
     else:
         clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
         objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
@@ -162,7 +120,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     mask = batch.mask  # [n, T]
     stats = {"silenced_share": ((mask - batch.kept).sum(), mask.sum())}
     if args.gate:
-        closed = 1 - gates(args, (logp - batch.old_logp).exp(), batch)  # [n, T]
+        closed = 1 - maspo.gates(GATE, (logp - batch.old_logp).exp(), batch)  # [n, T]
         return stats | {"gate_closed": ((closed * mask).sum(), mask.sum())}
     return stats | clip_shares(logp, batch, args.clip_low, args.clip_high)
 
@@ -179,24 +137,37 @@ LAYERS = "silenced_share gate_closed chosen_over_mean branches_used lr_damping".
 # The diff of stapo.py's loop
 LOOP = """
      engine = make_engine(args, lm, world)
-+    layers = Layers(args, lm, engine, task, world)
++    if args.branches == 1:
++        raise BadInput("--branches 1: must be 0, or 2 or more: its siblings judge a branch")
++    branches = Branches(args, engine, task, world) if args.branches else None
++    curriculum = Curriculum(args, lm, task, world) if args.candidates > 1 else None
 
      run = Run(args, task, world, Path(__file__).stem, ACTED)
 -    parts = {"engine": engine}  # other objects to save in a checkpoint (each has a state_dict)
 -    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
-+    parts = {"engine": engine, **layers.parts}  # each has a state_dict
-+    models, optimizers = policy, optimizer
-+    if curriculum := layers.parts.get("curriculum"):
-+        models = torch.nn.ModuleList([policy, curriculum.teacher])
++    both, optimizers, parts = policy, optimizer, {"engine": engine}
++    if branches:
++        parts["branches"] = branches
++    if curriculum:
++        parts["curriculum"] = curriculum
++        both = torch.nn.ModuleList([policy, curriculum.teacher])
 +        optimizers = [optimizer, curriculum.optimizer]
-+    done = load_checkpoint(run.checkpoint, models, optimizers, parts, world)  # steps
++    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)
 
          problems = [task.train(cursor + i) for i in range(P)]
-+        problems = layers.choose(step, problems)
++        if curriculum:
++            chosen = curriculum.choose(step)
++            problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
 
          rollout.advantages = advantages(rewards).flatten()  # [N]
-+        shares, stats = layers.grow(rollout, rewards, problems)
-+        means.add(**stats)
++        if curriculum:
++            means.add(**curriculum.learn(chosen, rewards))
++        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
++        shares = rollout.split(args.minibatches)
++        if branches:
++            grown, stats = branches.grow(rollout, rewards, problems)
++            means.add(**stats)
++            shares = branches.join(rollout, grown)
 
 -        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
 +        minibatches = [balance_tokens(part, world) for part in shares]
@@ -214,7 +185,7 @@ LOOP = """
 +        metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)
 
 -            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
-+            save_checkpoint(run.folder, step, models, optimizers, parts, world, args.keep)
++            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)
 """
 advantages = stapo.advantages
 main = loop_of(stapo, globals(), LOOP)
