@@ -5,6 +5,7 @@ from types import ModuleType
 
 import torch
 from maspo import Args as Gate
+from stapo import Args as Mask
 from torch import Tensor
 from variants import justrl
 
@@ -18,7 +19,8 @@ def gates(b: Batch) -> Tensor:
 
 
 def kept(b: Batch) -> Tensor:
-    return b.mask * ~stapo.spurious(b)
+    mask = Mask(tau_p=b.args.tau_p)
+    return b.mask * ~stapo.spurious(Batch(**vars(b) | {"args": mask}))
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

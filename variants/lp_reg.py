@@ -37,10 +37,9 @@ Base file: stapo.py. Differs from it in:
 Run it:
     torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
     # eight GPUs (not yet run on several); the authors' sizes off-policy (they have 14B)
-    torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \
-        --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --minibatches 8 \
-        --max_new_tokens 8192 --lr 1e-6 --warmup 0 --rare_share 0.01 --tensor_parallel 2 \
-        --gradient_checkpointing
+    torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base --rare_share 0.01 \
+        --task dapo-math-17k --prompts_per_step 256 --minibatches 8 --max_new_tokens 8192 \
+        --lr 1e-6 --warmup 0 --tensor_parallel 2 --gradient_checkpointing
 """
 
 from dataclasses import dataclass
@@ -149,11 +148,8 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. δ is over the mini-batch of all ranks. The authors' code sorts each micro-batch, so that memory
-#    decides which tokens are protected.
+# 1. δ is over the mini-batch of all ranks; the authors' code sorts each micro-batch.
 # 2. k3 is not cut. The authors' code cuts it at 10, which removes the gradient of a token that has
 #    fallen to a thirteenth of π_proxy, where it is needed most.
-# 3. As in the authors' code, k3 is of the sampled token, and π_proxy > π_θ is required. The paper
-#    writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.
-#
-# Loss, proxy, constants and sizes are the authors' code's; the paper's formula is second hand.
+# 3. As in the authors' code, k3 is of the sampled token, and π_proxy > π_θ is required. The paper,
+#    which we know at second hand, writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.

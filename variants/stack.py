@@ -38,7 +38,6 @@ Base file: stapo.py. Differs from it in:
 
 Run it:
     torchrun -m variants.stack                              # laptop, some minutes, no download
-    torchrun -m variants.stack --no_gate                    # without one layer
     # eight GPUs (not yet run on several); sizes are ours
     torchrun --nproc_per_node=8 -m variants.stack --model Qwen/Qwen2.5-Math-1.5B --task math \
         --boundary . --prompts_per_step 64 --max_new_tokens 3072 --lr 1e-6 --teacher_lr 1e-5
@@ -81,11 +80,9 @@ class Args(Trunk):
     ess_scaling: bool = True
     """Multiply the learning rate by sqrt(ESS/B) of the mini-batch (VCPO's paper)."""
 
-    # No flags: what the parts read besides, as in their own files
+    # No flags: what else the parts read, as in their own files
     clip_low = 0.2
     clip_high = 0.28
-    entropy_rule = "all"
-    entropy_quantile = 0.8
     explore = 0.1
     window = 2048
     teacher_updates = 2
@@ -97,7 +94,7 @@ GATE = maspo.Args()  # its flags, at their defaults
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `kept` `[m, T]`: I, the mask without STAPO's spurious tokens."""
-    stapo.choose_tokens(args, batch, world)
+    stapo.choose_tokens(stapo.Args(tau_p=args.tau_p), batch, world)
     batch.kept = batch.mask * ~batch.spurious  # [m, T]
 
 
@@ -196,6 +193,5 @@ if __name__ == "__main__":
 
 # Differs from the papers in:
 # 1. Of VCPO only the rate is left, without its queue of stale batches, its weights and its baseline.
-# 2. Main responses have z-scores; branches are only centred, as in deep_grpo.py.
-# The combination is ours. The row `recipe` of docs/stability.md is an earlier form, with a queue,
-# and with mask or gate (`git show ed71d389^:variants/recipe.py`).
+# 2. Branches are only centred, as in deep_grpo.py.
+# The row `recipe` of docs/stability.md is an earlier form (`git show ed71d389^:variants/recipe.py`).
