@@ -228,10 +228,10 @@ class Curriculum:
         self.rng.seed(f"{args.seed}/{step}")
         return select(values, pool, explore, self.rng)
 
-    def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
+    def learn(self, chosen: list[Choice], values: Tensor) -> dict[str, tuple]:
         """Add the learning values of all ranks' prompts to the window, update the teacher, and
-        return metrics as pairs (sum, count). `rewards [P, G]` are this rank's."""
-        observed = gather(learning_value(rewards), self.world).cpu()  # [B]
+        return metrics as pairs (sum, count). `values [P]` are this rank's."""
+        observed = gather(values, self.world).cpu()  # [B]
         ids = [choice.problem.prompt_ids for choice in chosen]
         self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
         known = len(self.window) >= self.args.teacher_batch
@@ -353,7 +353,7 @@ def main(args: Args, world: World) -> None:
         rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        means.add(**curriculum.learn(chosen, rewards))  # <own>
+        means.add(**curriculum.learn(chosen, learning_value(rewards)))  # <own>
 
         # 3. Log-probs, in mini-batches of whole groups. Within each, the ranks exchange rows until
         # they have about the same number of tokens.

@@ -78,7 +78,7 @@ def check_lesson(module: ModuleType) -> None:
     chosen = [module.Choice(SimpleNamespace(prompt_ids=[k]), 0.0, False) for k in range(3)]
     rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     with mock.patch.multiple(module, divide_gradients=mock.DEFAULT, clip_gradients=lambda *_: 1.0):
-        curriculum.learn(chosen, rewards)
+        curriculum.learn(chosen, module.learning_value(rewards))
     targets = {ids[0]: target for ids, target in shown}
     near([targets[k] for k in range(3)], [3**0.5 / 4, 0.5, 0.0], "targets of the prompts", 1e-6)
 

@@ -3,9 +3,9 @@ r"""Lp-Reg: low-probability regularisation, which protects rare tokens of wrong 
 Huang et al. (Tencent), "Low-probability Tokens Sustain Exploration in Reinforcement Learning with
 Verifiable Reward", 2025, arXiv 2510.03222.
 
-The problem: a rare token of a wrong response is pushed down with it, whether it was to blame or
-not. It is seldom drawn, so right responses seldom push it up again. Rare ways to continue ("wait",
-"but") disappear, and exploration with them. An entropy bonus would raise noise as well.
+The problem: a rare token of a wrong response is pushed down with it, to blame or not. It is seldom
+drawn, so right responses seldom push it up again. Rare ways to continue ("wait", "but") disappear,
+and exploration with them. An entropy bonus would raise noise as well.
 
 The idea: a token with less than κ of the most likely token's probability is noise. Hold up the
 rarest of the others. (A survey says that Lp-Reg "weights rare tokens down". That is wrong: no
@@ -49,12 +49,11 @@ from common.batch import Rollout
 from common.cli import NonNegative, PositiveShare, Share
 from common.distributed import gather, World
 from common.launch import launch
-from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
 import stapo
-from variants import entropy20, loop_of, Trunk
+from variants import entropy20, justrl, loop_of, Trunk
 
 
 @dataclass
@@ -64,8 +63,8 @@ class Args(Trunk):
     clip_high: NonNegative = 9.0
     """ε of the upper clip (authors' script)."""
     rare_share: Share = 0.05
-    """ρ: share of the tokens with Â < 0, the rarest ones, that may be protected (our choice, as a
-    mini-batch here has a few hundred of them; paper: 0.01 at 14B, 0.005 at 32B)."""
+    """ρ: share of the tokens with Â < 0, the rarest ones, that may be protected (our choice; paper:
+    0.01 at 14B, 0.005 at 32B)."""
     kappa: PositiveShare = 0.02
     """κ: a token below this share of the most likely token's probability is noise (paper)."""
     proxy_weight: NonNegative = 1.0
@@ -97,14 +96,10 @@ def log_proxy_ratio(logp: Tensor, batch: Rollout) -> Tensor:
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    total, count = justrl.policy_loss(args, logp, batch)  # PPO's clip, a mean over all tokens
     log_ratio = log_proxy_ratio(logp, batch)  # [n, T]
     k3 = log_ratio.exp() - log_ratio - 1  # [n, T]: 0 on tokens that are not protected
-    objective = torch.minimum(ratio * A, clipped * A) - args.proxy_weight * k3  # [n, T]
-    return -(objective * mask).sum(), mask.sum()  # a mean over all tokens
+    return total + args.proxy_weight * (k3 * batch.mask).sum(), count
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
@@ -113,7 +108,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     log_ratio = log_proxy_ratio(logp, batch)  # [n, T]: above 0 on protected tokens
     held = (log_ratio > 0).sum()
     return {
-        **clip_shares(logp, batch, args.clip_low, args.clip_high),
+        **justrl.measures(args, logp, batch),
         "protected_share": (held, bad.sum()),
         "protected_pull": (args.proxy_weight * log_ratio.expm1().sum(), held),
         "noise_share": ((batch.rare & batch.proxy_logp.isinf()).sum(), batch.rare.sum()),
@@ -149,7 +144,6 @@ if __name__ == "__main__":
 
 # Differs from the paper in:
 # 1. δ is over the mini-batch of all ranks; the authors' code sorts each micro-batch.
-# 2. k3 is not cut. The authors' code cuts it at 10, which removes the gradient of a token that has
-#    fallen to a thirteenth of π_proxy, where it is needed most.
+# 2. k3 is not cut. The authors' code cuts it at 10: below a thirteenth of π_proxy nothing pulls.
 # 3. As in the authors' code, k3 is of the sampled token, and π_proxy > π_θ is required. The paper,
 #    which we know at second hand, writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.

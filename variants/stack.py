@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from deep_grpo import Branches  # noqa: F401  (for LOOP)
-from goldilocks import Curriculum  # noqa: F401  (for LOOP)
+from goldilocks import Curriculum, learning_value  # noqa: F401  (for LOOP)
 import maspo
 import stapo
 from variants import Trunk, loop_of
@@ -158,7 +158,7 @@ LOOP = """
 
          rollout.advantages = advantages(rewards).flatten()  # [N]
 +        if curriculum:
-+            means.add(**curriculum.learn(chosen, rewards))
++            means.add(**curriculum.learn(chosen, learning_value(rewards)))
 +        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
 +        shares = rollout.split(args.minibatches)
 +        if branches:

@@ -214,8 +214,8 @@ def test_vcpo_lowers_its_rate(alone):
 
 LAYERS_OFF = {"tau_p": 0.0, "gate": False, "candidates": 1, "branches": 0, "ess_scaling": False}
 LAYERS = [("silenced_share", "tau_p", 0.9), ("gate_closed", "gate", True)]  # metric, flag, value
-LAYERS += [("chosen_over_mean", "candidates", 5), ("branches_used", "branches", 2)]
-LAYERS += [("lr_damping", "ess_scaling", True)]
+LAYERS += [("branches_used", "branches", 2), ("lr_damping", "ess_scaling", True)]
+LAYERS += [("chosen_over_mean", "candidates", 5)]
 
 
 @slow
