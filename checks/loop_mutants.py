@@ -82,8 +82,8 @@ DAMAGES = {
     ),
     "the newest batch first": Damage("queue.popleft()", "queue.pop()", "vcpo"),
     "the wrong targets": Damage(
-        "learn(chosen, learning_value(rewards))",
-        "learn(chosen, 0.5 - learning_value(rewards))",
+        "self.learning_value(rewards), self.world).cpu()",
+        "0.5 - self.learning_value(rewards), self.world).cpu()",
         "goldilocks",
     ),
     "the fit is not used": Damage("fit_success(self.feedback)", "fit_success([])", "deep_grpo"),

@@ -14,19 +14,20 @@ from .formulas import Batch, clip_statistics, share, surrogate
 from .harness import ZSCORES, busy_batch, loss_and_gradient, near
 
 
-def gates(b: Batch) -> Tensor:
-    return maspo.gates(Batch(**vars(b) | {"args": Gate()}))
+def under(args: object, b: Batch) -> Batch:
+    """Return the batch with the flags of another file."""
+    return Batch(**vars(b) | {"args": args})
 
 
 def kept(b: Batch) -> Tensor:
-    mask = Mask(tau_p=b.args.tau_p)
-    return b.mask * ~stapo.spurious(Batch(**vars(b) | {"args": mask}))
+    return b.mask * ~stapo.spurious(under(Mask(tau_p=b.args.tau_p), b))
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
     """J is a sum over the tokens that STAPO keeps, a branch's times N_main / N_branch, over the
     number of main rows' kept tokens. The gate replaces min and clip."""
-    x = gates(b) * b.r * b.A[:, None] if b.args.gate else surrogate(b)
+    gated = maspo.gates(under(Gate(), b)) * b.r * b.A[:, None]
+    x = gated if b.args.gate else surrogate(under(justrl.Args(), b))
     total, main = (x * kept(b)).sum(1), b.branch == 0
     balance, count = b.mask[main].sum() / b.mask[~main].sum(), kept(b)[main].sum()
     return (total[main].sum() + balance * total[~main].sum()) / count, count
@@ -36,8 +37,9 @@ def statistics(b: Batch) -> dict[str, tuple]:
     """Metrics are silenced_share, and gate_closed, the mean of 1 - F; or, without the gate,
     clip_share and its sides."""
     pairs = {"silenced_share": ((b.mask - kept(b)).sum(), b.mask.sum())}
-    more = {"gate_closed": share(1 - gates(b), b.mask)} if b.args.gate else clip_statistics(b)
-    return pairs | more
+    if b.args.gate:
+        return pairs | {"gate_closed": share(1 - maspo.gates(under(Gate(), b)), b.mask)}
+    return pairs | clip_statistics(under(justrl.Args(), b))
 
 
 def check_layers_off(module: ModuleType) -> None:

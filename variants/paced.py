@@ -107,11 +107,13 @@ class Curriculum(goldilocks.Curriculum):
         self.expected = V[range(len(V)), mine]  # [P]
         return chosen
 
-    def learn(self, chosen: list[Choice], values: Tensor) -> dict[str, tuple]:
-        """Fit V to the groups' mean rewards `[P]`: Σ_i (V - R_i)² and G (V - mean R)² have the same
-        gradient."""
-        stats = super().learn(chosen, values)
+    def learning_value(self, rewards: Tensor) -> Tensor:
+        # Why the mean? Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
+        return rewards.mean(dim=1)
+
+    def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
         expected = self.expected.sum(), len(self.expected)
+        stats = super().learn(chosen, rewards)
         return {"expected": expected, "chosen_over_mean": stats["chosen_over_mean"]}
 
 
@@ -147,9 +149,6 @@ LOOP = """
 
 -        rollout.advantages = advantages(rewards).flatten()  # [N]
 +        rollout.advantages = advantages(rewards, curriculum.expected).flatten()  # [N]
-
--        means.add(**curriculum.learn(chosen, learning_value(rewards)))
-+        means.add(**curriculum.learn(chosen, rewards.mean(dim=1)))
 
 -        if reference:
 -            for minibatch in minibatches:

@@ -49,15 +49,14 @@ from common.batch import Rollout
 from common.cli import BadInput, Count, Positive, Share, Whole  # noqa: F401  (for LOOP)
 from common.distributed import World
 from common.launch import launch
-from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
 from deep_grpo import Branches  # noqa: F401  (for LOOP)
-from goldilocks import Curriculum, learning_value  # noqa: F401  (for LOOP)
+from goldilocks import Curriculum  # noqa: F401  (for LOOP)
 import maspo
 import stapo
-from variants import Trunk, loop_of
+from variants import Trunk, justrl, loop_of
 from vcpo import ess_ratio, log_weight  # noqa: F401  (for LOOP)
 
 
@@ -81,15 +80,13 @@ class Args(Trunk):
     """Multiply the learning rate by sqrt(ESS/B) of the mini-batch (VCPO's paper)."""
 
     # No flags: what else the parts read, as in their own files
-    clip_low = 0.2
-    clip_high = 0.28
     explore = 0.1
     window = 2048
     teacher_updates = 2
     depth_power = 2.0
 
 
-GATE = maspo.Args()  # its flags, at their defaults
+CLIP, GATE = justrl.Args(), maspo.Args()  # their flags, at the defaults
 
 
 def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
@@ -105,7 +102,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     if args.gate:
         objective = maspo.gates(GATE, ratio.detach(), batch) * ratio * A  # [n, T]: F r Â
     else:
-        clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+        clipped = ratio.clamp(1 - CLIP.clip_low, 1 + CLIP.clip_high)  # [n, T]
         objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     main = batch.branch == 0  # [n]
     stream = torch.where(main, 1.0, batch.branch)  # [n]: N_main / N_branch, from deep_grpo.py
@@ -119,7 +116,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     if args.gate:
         closed = 1 - maspo.gates(GATE, (logp - batch.old_logp).exp(), batch)  # [n, T]
         return stats | {"gate_closed": ((closed * mask).sum(), mask.sum())}
-    return stats | clip_shares(logp, batch, args.clip_low, args.clip_high)
+    return stats | justrl.measures(CLIP, logp, batch)
 
 
 ACTED = {
@@ -158,7 +155,7 @@ LOOP = """
 
          rollout.advantages = advantages(rewards).flatten()  # [N]
 +        if curriculum:
-+            means.add(**curriculum.learn(chosen, learning_value(rewards)))
++            means.add(**curriculum.learn(chosen, rewards))
 +        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
 +        shares = rollout.split(args.minibatches)
 +        if branches:
