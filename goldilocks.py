@@ -158,12 +158,6 @@ class Teacher(torch.nn.Module):
         return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
 
 
-def learning_value(rewards: Tensor) -> Tensor:
-    """Return sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`, the population standard deviation of
-    the rewards, also of partial ones. All wrong or all right gives 0, which is learned, too."""
-    return (rewards - rewards[:, :1]).std(dim=1, correction=0)
-
-
 class Choice(NamedTuple):
     """The problem that fills a slot of the batch, and how it was chosen."""
 
@@ -231,7 +225,7 @@ class Curriculum:
     def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
         """Add the learning values of all ranks' prompts to the window, update the teacher, and
         return metrics as pairs (sum, count). `rewards [P, G]` are this rank's."""
-        observed = gather(learning_value(rewards), self.world).cpu()  # [B]
+        observed = gather(self.learning_value(rewards), self.world).cpu()  # [B]
         ids = [choice.problem.prompt_ids for choice in chosen]
         self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
         known = len(self.window) >= self.args.teacher_batch
@@ -252,6 +246,11 @@ class Curriculum:
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
             "zero_groups_uniform": ((idle & ~best).sum(), (~best).sum()),
         }
+
+    def learning_value(self, rewards: Tensor) -> Tensor:
+        """Return sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`, the population standard deviation
+        of the rewards, also of partial ones. All wrong or all right gives 0, which is learned."""
+        return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
     @timed("teacher")
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:

@@ -28,6 +28,7 @@ CASES = [{}, {"clip_low": 0.5, "clip_high": 0.28, "is_cap": 1.24}]
 
 FIXTURES = {"cispo_cap1.28_tokenmean": {"is_cap": 1.28}}
 SHARED = ZSCORES
+MUTANTS = {"weight 1": ("ratio.clamp(max=args.is_cap)", "torch.ones_like(ratio)")}
 
 
 RUN = Run(measured=("clip_low", "clip_high"))

@@ -46,8 +46,10 @@ def busy_batch() -> dict[str, Tensor]:
     batch["rollout_logp"][7, 1], batch["logp"][7, 1] = 0.0, -0.03  # μ = 1, and δ is not reached
     batch["old_logp"][3, 0], batch["logp"][3, 0] = -4.0, -1.0  # r = 20, although Â < 0
     batch |= {"mask": mask, "advantages": A[:, 0]}
-    top = torch.rand(2, *mask.shape, 3, generator=generator, dtype=torch.float64)
-    batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
+    proxy = torch.rand(mask.shape, generator=generator, dtype=torch.float64)  # lp_reg
+    batch["proxy_logp"] = logsigmoid(8 * odds - 4 + 3 * proxy - 1.5)
+    batch["proxy_logp"][:4, 1] = -torch.inf  # filtered out
+    batch["proxy_logp"] = torch.where(mask > 0, batch["proxy_logp"], old + 3)
     batch["finished"] = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]).double()
     return batch
@@ -60,10 +62,8 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
     columns = busy_batch()
     columns["logp"].requires_grad_()
     logp, batch = mini_batch(module, args, **columns)
-    # Branches have the size of the main rows, divided by their own: tokens, or responses
-    kept = getattr(batch, "kept", batch.mask)
-    size = kept.sum(1) if getattr(args, "token_mean", True) else torch.ones(len(kept)).double()
-    is_branch = batch.branch > 0
+    # Branches have the tokens of the main rows, divided by their own
+    size, is_branch = batch.mask.sum(1), batch.branch > 0
     batch.branch = batch.branch * size[~is_branch].sum() / size[is_branch].sum()
     return args, logp, batch
 
@@ -182,8 +182,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
         "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo
         "teacher_logp": columns.get("ref_logp"),  # opd
-        "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
-        "top_logp": logp.new_zeros(*logp.shape, 0),  # centred
+        "proxy_logp": columns["old_logp"],  # lp_reg
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():

@@ -80,8 +80,8 @@ DAMAGES = {
     ),
     "the newest batch first": Damage("queue.popleft()", "queue.pop()", "vcpo"),
     "the wrong targets": Damage(
-        "learning_value(rewards), self.world).cpu()",
-        "0.5 - learning_value(rewards), self.world).cpu()",
+        "self.learning_value(rewards), self.world).cpu()",
+        "0.5 - self.learning_value(rewards), self.world).cpu()",
         "goldilocks",
     ),
     "the fit is not used": Damage("fit_success(self.feedback)", "fit_success([])", "deep_grpo"),

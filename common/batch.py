@@ -25,8 +25,6 @@ class Rollout:
                                 A row's last token is always a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False if the response reached the length limit without EOS
-        sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
-                                each position, and log μ of each
         sampler_experts `[N, S, layers, k]`  the k experts to which each layer sent each token
     `Task.score` writes:
         problem `[N]`           the number of the training problem
@@ -45,8 +43,6 @@ class Rollout:
         replayed_experts        like sampler_experts: where the trainer must send each token
         token_advantages `[N, T]`  Â of each token, instead of the response's
         NAME_logp `[N, T]`      log-probs under a further model, shown in samples.jsonl
-    `response_logprobs` writes, if the batch has `sampler_top_ids`:
-        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; only for a micro-batch
     A file may add columns of its own, such as masks of tokens, and describes them itself.
 
     Columns of experts stay on the CPU: with long responses they take gigabytes, and the trainer
@@ -76,8 +72,6 @@ class Rollout:
         device: torch.device | str,
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
-        top: list[Tensor] | None = None,
-        top_logps: list[Tensor] | None = None,
         masks: list[list[float]] | None = None,
     ) -> Rollout:
         """Make a batch from lists: prompts and prefixes have an entry for each group, the others
@@ -95,9 +89,6 @@ class Rollout:
         columns = {}
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
-        if top:  # for each row [tokens, K]
-            columns["sampler_top_ids"] = padded(top, torch.int32)
-            columns["sampler_top"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(starts, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(

@@ -49,23 +49,20 @@ class Policy(nn.Module):
         temperature: float,
         readout: Readout | None = None,
         replay: Tensor | None = None,
-        others: Tensor | None = None,
     ) -> Pair:
-        """Return log π `[M, 1]` and statistic `[M]` of the tokens after the M positions where
+        """Return log π and statistic, both `[M]`, of the tokens after the M positions where
         `predicts [n, S]` is True.
 
         `sequences [n, S]` are right-padded. Causal attention then lets no real token see a pad, so
         no attention mask is needed. `replay [n·S, layers, k]` are the experts to send each token
-        to. With `others [M, K]`, further tokens at the same positions, log π is `[M, 1 + K]`.
+        to.
         """
         self.routing.replay = replay  # gradient checkpointing repeats the pass, with it as well
         # Why nonzero()? With a mask as an index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
-        targets = sequences.roll(-1, dims=1).flatten()[where, None]  # [M, 1]
-        if others is not None:
-            targets = torch.cat([targets, others], dim=1)  # [M, 1 + K]
+        targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
         weight = self.lm.lm_head.weight  # [V, H]
         return TokenLogprobs.apply(hidden, weight, targets, temperature, readout, self.compiled)
 
@@ -125,13 +122,9 @@ def response_logprobs(
     policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
     """Return log π(token), with gradient, and the readout's statistic of every sampled token: two
-    `[n, T]`, zero on padding.
-
-    If the batch has `sampler_top_ids`, the sampler's most likely tokens, it also gets the column
-    `top_logp [n, T, K]`: their log π, with gradient.
-    """
+    `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    replayed, others = None, None
+    replayed = None
     if len(batch) == 0:
         # Why a pass without rows? Other ranks have rows, and FSDP's collectives need all ranks. It
         # computes two tokens, of which nothing is used, and its gradients are zero.
@@ -147,14 +140,8 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-        if hasattr(batch, "sampler_top_ids"):
-            others = batch.sampler_top_ids[where].long()  # [M, K]
-    asked = sequences, predicts, temperature, readout, replayed, others
-    logp, statistic = policy(*asked)  # [M, 1], or [M, 1 + K]; [M]
-    if hasattr(batch, "sampler_top_ids"):
-        zeros = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
-        batch.top_logp = zeros.masked_scatter(where[..., None], logp[:, 1:])  # [n, T, K]
-    logp = blank.masked_scatter(where, logp[:, 0])  # [n, T]
+    logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
+    logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
         logp.retain_grad()  # ∂loss/∂logp is minus the token's weight, which samples.jsonl shows

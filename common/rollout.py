@@ -60,17 +60,10 @@ class HFEngine:
     """
 
     def __init__(
-        self,
-        lm: Model,
-        world: World,
-        seed: int,
-        dtype: str,
-        max_rows: int,
-        experts: bool = False,
-        top: int = 0,
+        self, lm: Model, world: World, seed: int, dtype: str, max_rows: int, experts: bool = False
     ):
         """`dtype` is float32, bfloat16, or float8: e4m3 matrices that compute in bfloat16. Report
-        `experts`, if the model has any, and at each position the `top` most likely tokens."""
+        `experts`, if the model has any."""
         if not torch.cuda.is_available():
             # With a mask, transformers copies keys and values for every query head, which CPU
             # kernels do not need. (This changes it for the whole process.)
@@ -84,7 +77,6 @@ class HFEngine:
         self.max_rows = max_rows
         self.routing = Routing(self.lm)
         self.reports_experts = experts and self.routing.active
-        self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Each rank has its own seed. A run with the same seed draws the same samples.
         self.rank = world.rank
@@ -117,7 +109,7 @@ class HFEngine:
         top_p: float = 1.0,
     ) -> Rollout:
         prefixes = prefixes or [[] for _ in prompts]
-        columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
+        columns = {"tokens": [], "logps": [], "experts": []}  # of rows
         at_once = max(1, self.max_rows // n)  # prompts
         for start in range(0, len(prompts), at_once):
             chunk = slice(start, start + at_once)
@@ -162,7 +154,7 @@ class HFEngine:
         self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
     ) -> dict[str, list]:
         """Decode N = len(prompts)·n rows together. Returns lists of N rows: tokens, log-probs, and
-        experts and most likely tokens if they are reported."""
+        experts if they are reported."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         logits, attention, length, cache, routed = self._prefill(contexts, n, limit)
         rows, on = len(logits), {"device": self.device}
@@ -173,17 +165,12 @@ class HFEngine:
         budget = limit - given.repeat_interleave(n)  # [N]
         tokens = torch.zeros(rows, limit, dtype=torch.long, **on)  # [N, limit]
         logp = torch.zeros(rows, limit, **on)  # [N, limit]
-        top = torch.zeros(rows, limit, self.top, dtype=torch.int32, **on)  # [N, limit, K]
-        top_logp = torch.zeros(rows, limit, self.top, **on)  # [N, limit, K]
         count = torch.zeros(rows, dtype=torch.long, **on)  # [N]
         alive = torch.arange(rows, **on)  # rows still being decoded
         for t in range(limit):
             token, logprobs = self._choose(logits, temperature, top_p)  # [alive, 1], [alive, V]
             tokens[alive, t] = token[:, 0]
             logp[alive, t] = logprobs.gather(-1, token)[:, 0]
-            if self.top:
-                top_logp[alive, t], best = logprobs.topk(self.top)  # [alive, K], [alive, K]
-                top[alive, t] = best.int()
             count[alive] = t + 1
             ended = torch.isin(token[:, 0], self.eos)  # [alive]
             too_long = t + 1 >= budget[alive]  # [alive]
@@ -208,8 +195,6 @@ class HFEngine:
             "tokens": cut(tokens.tolist(), ends),
             "logps": cut(logp.tolist(), ends),
             "experts": cut(routed.cpu(), (length + count).tolist()),
-            "top": cut(top, ends) if self.top else [],
-            "top_logps": cut(top_logp, ends) if self.top else [],
         }
 
     def _logits(
@@ -247,17 +232,14 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def make_engine(
-    args: Flags, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
-) -> Engine:
+def make_engine(args: Flags, lm: Model, world: World, record_experts: bool = False) -> Engine:
     """Make the engine that `--rollout` names, with its own copy of the weights.
 
-    With `record_experts`, its rollouts say which experts each token was sent to. `record_top` is
-    how many of the most likely tokens they report at each position.
+    With `record_experts`, its rollouts say which experts each token was sent to.
     """
     if args.rollout == "vllm":
         from common.scale.vllm import VLLMEngine
 
-        return VLLMEngine(args, lm, world, record_experts, record_top)
+        return VLLMEngine(args, lm, world, record_experts)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, record_experts, record_top)
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, record_experts)

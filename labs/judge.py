@@ -128,7 +128,7 @@ def meanings_of(function: Callable) -> dict[str, str]:
 def batch_for(kinds: set[str]) -> dict[str, Tensor]:
     """Return nine responses with ratios on all sides of the clip for each sign of Â, and extreme
     values in the padding. A loss without a mask gets full rows. One without π_old gets π_θ."""
-    columns = {name: x for name, x in busy_batch().items() if "top" not in name}
+    columns = busy_batch()
     mask = (columns["mask"].flip(1).cumsum(1).flip(1) > 0).double()  # without holes
     columns["mask"] = mask = mask if "mask" in kinds else torch.ones_like(mask)
     for name in ("logp", "old_logp", "rollout_logp", "ref_logp"):
@@ -194,7 +194,7 @@ def working_call(function: Callable, meanings: dict, columns: dict, path: Path) 
 def modules() -> list[tuple[str, str, ModuleType]]:
     """Load each file that has a loss of its own, and then each one with a known change."""
     loaded = []
-    for name in dict.fromkeys(["grpo", "justrl", "dr_grpo", "centred", *PATHS]):
+    for name in dict.fromkeys(["grpo", "justrl", "dr_grpo", "cispo", *PATHS]):
         source = PATHS[name].read_text("utf-8")
         if "\ndef policy_loss(" in source:
             loaded.append((name, "", load(source, PATHS[name])))
@@ -221,8 +221,6 @@ def args_of(name: str, module: ModuleType, settings: list[dict]) -> list[object]
     cases = [{}, TRL] if name == "icepop" else [{}]
     for case in importlib.import_module(f"checks.{name}").CASES:
         cases.append({key: x for key, x in case.items() if isinstance(x, str | bool)})
-    if name == "centred":  # with a weight it has cispo.py's numbers
-        cases = [{}]
     distinct = []
     for case, setting in product(cases, settings):
         flags = {key: x for key, x in (case | setting).items() if hasattr(module.Args(), key)}
@@ -281,9 +279,10 @@ def nearest(value: Tensor, weights: Tensor, losses: list[Ours], mask: Tensor) ->
     return max([match for match in matches if not match.changes], key=lambda x: x.agree)
 
 
-def described(match: Match, mask: Tensor) -> str:
+def described(match: Match, columns: dict[str, Tensor]) -> str:
     """Write which of our losses a match is, with its unusual flags and the mean that it takes."""
     title, args = f"{match.ours.name}.py", match.ours.args
+    mask = columns["mask"]
     N = len(mask)
     means = {"token mean": 1 / mask.sum(), "sum": 1, "sum / N": 1 / N}
     mean = f"sum / (N {1 / N / abs(match.factor):.4g})"
@@ -294,7 +293,8 @@ def described(match: Match, mask: Tensor) -> str:
     fitting = [name for name, x in means.items() if abs(abs(match.factor) / x - 1) < 1e-3]
     if title == "justrl.py" and not fitting:
         title = "dr_grpo.py"
-    title = title.replace("centred.py", "REINFORCE, Â log π")
+    if title == "cispo.py" and torch.equal(columns["old_logp"], columns["logp"]):  # r is 1
+        title = "REINFORCE, Â log π"
     for flag, x in vars(args).items():
         if flag != "beta" and x != getattr(type(args)(), flag):
             title += f" --{flag} {x}"
@@ -385,7 +385,7 @@ def judge_loss(function: Callable, meanings: dict, path: Path) -> int:
         if kl_weights.abs().max() > 1e-9:
             kl_terms = all_of_ours(without_A, [{"beta": 1.0}])
             kl = nearest(kl_value, kl_weights, kl_terms, mask)
-    what, changes = described(objective, mask), objective.changes
+    what, changes = described(objective, columns), objective.changes
     if kl:
         term = "k3 times r" if getattr(kl.ours.args, "kl_ratio", False) else "k3"
         what += f" with {term}, β {abs(kl.factor / objective.factor):.4g}"

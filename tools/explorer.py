@@ -48,8 +48,8 @@ USUAL = {"sign": 1, "size": 1, "p": 1e-4, "entropy": 1, "length": 100, "drift": 
 LOWEST, HIGHEST = 0.02, 50.0  # ratios
 TOLERANCE, EDGE = 2e-3, 1e-10  # relative error of a straight line, relative width of a jump
 NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
-# Variants whose weight depends on other responses, and paced, whose table would be too large.
-WITHOUT = ["centred", "opd", "paced"]
+# Variants whose weight depends on other responses, and two whose table would be too large.
+WITHOUT = ["lp_reg", "opd", "paced", "stack"]
 NUMBERS = ["is_cap", "tau_p"]  # flags that a sentence of the page names
 OTHERS = [2, 4, 6]  # right answers of 8 in each of the other groups of part 2's batch
 GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss receives it

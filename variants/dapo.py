@@ -58,7 +58,6 @@ from common.clock import timed
 from common.data import Problem, Task
 from common.distributed import gather, global_sum, World
 from common.launch import launch
-from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
@@ -164,20 +163,13 @@ class Draws:
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
-    """Return the loss as sum and count, as `grpo.policy_loss` does."""
-    mask = trained(args, batch).mask  # [n, T]: 1 on the tokens that are trained
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
-    # gradient, so that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    return -(objective * mask).sum(), mask.sum()  # the mean over all tokens
+    """Return justrl.py's loss of the tokens that are trained, as sum and count."""
+    return justrl.policy_loss(args, logp, trained(args, batch))
 
 
 def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Return metrics of the loss, pairs (sum, count) without gradient."""
-    return clip_shares(logp, trained(args, batch), args.clip_low, args.clip_high)
+    return justrl.measures(args, logp, trained(args, batch))
 
 
 ACTED = {

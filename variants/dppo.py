@@ -200,7 +200,6 @@ if __name__ == "__main__":
 # prime-rl's IPO masks tokens with |π_θ - μ| > 0.3, for any Â, takes the token mean and caps π_θ/μ
 # at 1e4 (the newest configuration that we could read; earlier ones differ). A default of August
 # 2026 was `--delta 0.2 --log_square 1e-3 --is_cap 1e9`, where the square pulls masked tokens back.
-# The mask itself has no such term, but updates of other tokens move a masked one (see centred.py).
 #
 # Masks and caps are from the authors' code and verl's, IPO from prime-rl's code and page. δ is the
 # paper's as TRL and verl's script give it.

@@ -50,12 +50,10 @@ from dataclasses import dataclass
 from common.batch import Rollout
 from common.cli import NonNegative
 from common.launch import launch
-from common.metrics import clip_shares
-import torch
 from torch import Tensor
 
 import sapo
-from variants import Trunk, loop_of
+from variants import Trunk, justrl, loop_of
 
 
 @dataclass
@@ -79,26 +77,15 @@ def advantages(rewards: Tensor) -> Tensor:
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Return the loss as sum and count, as `grpo.policy_loss` does."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # Why min, and not the clip alone? A token that moved in the wrong direction must keep its
-    # gradient, so that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    total, _ = justrl.policy_loss(args, logp, batch)  # min(r Â, clip(r) Â), summed over all tokens
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
-    per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
-    return -per_response.sum(), mask.new_tensor(len(mask))  # a mean over responses
-
-
-def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
-    """Return metrics of the loss, pairs (sum, count) without gradient."""
-    return clip_shares(logp, batch, args.clip_low, args.clip_high)
+    return total / args.max_new_tokens, batch.mask.new_tensor(len(logp))  # a mean over responses
 
 
 ACTED = {"clip_share": "tokens clipped (share)"}
 
 
+measures = justrl.measures
 main = loop_of(sapo, globals())
 
 

@@ -189,9 +189,9 @@ if __name__ == "__main__":
 #
 # Two other losses have the same name. In the first, the band is on π_θ/μ, which is also the weight,
 # and it has neither min nor clip. It is prime-rl's (its documentation; 0.2 to 5 there), GLM-5's
-# (arXiv 2602.15763) and SkyRL's `rollout_is`. Here it is
-# `variants.centred --weight icepop --centre_top 0`, with its band. The second, "Online IcePop"
-# (2025), takes one step per rollout, so that r = 1 and no clip acts: `--minibatches 1`.
+# (arXiv 2602.15763) and SkyRL's `rollout_is`. minirl.py is near it, with a cap and PPO's mask for
+# the band. The second, "Online IcePop" (2025), takes one step per rollout, so that r = 1 and no
+# clip acts: `--minibatches 1`.
 #
 # cis: the authors' code writes λ = β - 1 = 2.3 and κ = 0.005, has ε 0.2 and 0.28, and averages over
 # all tokens (cis/operator.py of kzhao5/CIS-RL; checks/ has its numbers).

@@ -48,21 +48,15 @@ Run it:
         --weight_decay 0.1 --micro_tokens 8192
 """
 
-import copy
 from dataclasses import dataclass
-import math
-from random import Random
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, Positive, Share, Whole
-from common.data import Task
-from common.distributed import clip_gradients, divide_gradients, gather, shard, World
+from common.cli import Count, Positive, Share, Whole
 from common.launch import launch
-import torch
 from torch import Tensor
 
 import goldilocks
-from goldilocks import Choice, select
+from goldilocks import Choice
 from variants import Trunk, loop_of
 
 
@@ -94,74 +88,33 @@ def advantages(rewards: Tensor, expected: Tensor) -> Tensor:
     return rewards - expected[:, None]  # [P, G]
 
 
-class Teacher(goldilocks.Teacher):
-    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v), the student's chance to be right, predicted
-    from the prompt's text. At first every V is 1/2."""
-
-    def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
-        """Return V `[n]`, in (0, 1), so 1 < Z < exp(1/β). `sequences [n, S]` are right-padded."""
-        return 2 * super().forward(sequences, lengths)  # goldilocks' f is half of it
-
-
 class Curriculum(goldilocks.Curriculum):
-    """The curriculum of goldilocks.py with another target and another choice: `choose` takes the
-    candidates with V nearest to τ, and `learn` fits V to the mean rewards. In between,
-    `expected [B]` holds V of the chosen prompts of all ranks."""
+    """The curriculum of goldilocks.py, whose teacher now predicts V(q) = β log Z(q), the student's
+    chance to be right. `choose` takes the candidates with V nearest to τ; then `expected [P]` holds
+    V of this rank's chosen prompts."""
 
-    def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
-        if not world.size <= args.teacher_batch <= args.window:
-            raise BadInput(f"--teacher_batch {args.teacher_batch}: above --window or below ranks")
-        self.args, self.task, self.world = args, task, world
-        self.teacher = shard(Teacher(copy.deepcopy(lm.base_model)), args, world)
-        head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
-        groups = [{"params": self.teacher.lm.parameters()}, head]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        self.window: list[tuple] = []  # the latest choices: (prompt ids, mean reward)
-        self.rng = Random()  # seeded anew in each step, so it need not be saved
+    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
+        """Return by how much V `[n]` misses τ, negated. With `targets`, add a gradient to V."""
+        # V = 2 f is in (0, 1), so 1 < Z < exp(1/β). At first every V is 1/2.
+        self.V = 2 * super().predict(prompts, None if targets is None else targets / 2)  # [n]
+        return -(self.V - self.args.target).abs()
 
     def choose(self, step: int) -> list[Choice]:
-        """Choose as goldilocks.py does, but take the candidate with V(q) nearest to τ."""
-        args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
-        P, rank = B // self.world.size, self.world.rank
-        slots = range((step - 1) * B, step * B)
-        pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank computes V for its own slots. Then every rank chooses for all slots, so that no
-        # two ranks take the same prompt.
-        asked = [one.prompt_ids for slot in pool[rank * P : (rank + 1) * P] for one in slot]
-        values = gather(self.predict(asked), self.world).view(B, K).cpu()  # [B, K]
-        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng.seed(f"{args.seed}/{step}")
-        chosen = select(-(values - args.target).abs(), pool, explore, self.rng)
-        places = [slot.index(choice.problem) for slot, choice in zip(pool, chosen)]  # B, below K
-        self.expected = values[range(B), places]  # [B]
+        chosen, K = super().choose(step), self.args.candidates
+        V = self.V.view(-1, K)  # [P, K]: of this rank's candidates
+        first = self.world.rank * len(V)
+        mine = [choice.problem.index % K for choice in chosen[first : first + len(V)]]  # P, below K
+        self.expected = V[range(len(V)), mine]  # [P]
         return chosen
 
+    def learning_value(self, rewards: Tensor) -> Tensor:
+        # Why the mean? Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
+        return rewards.mean(dim=1)
+
     def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
-        """Learn as goldilocks.py does, but from the groups' mean rewards."""
-        # Only the mean is stored: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
-        observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
-        ids = [choice.problem.prompt_ids for choice in chosen]
-        self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
-        known = len(self.window) >= self.args.teacher_batch
-        for _ in range(self.args.teacher_updates if known else 0):
-            # Squared error on random rows of the window, which the ranks divide among them.
-            rows = self.rng.sample(self.window, self.args.teacher_batch)
-            share = rows[self.world.rank :: self.world.size]
-            targets = torch.tensor([observed for _, observed in share], device=self.world.device)
-            self.predict([ids for ids, _ in share], targets)
-            divide_gradients(self.teacher, len(rows), self.world)
-            if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
-                self.optimizer.step()
-            self.optimizer.zero_grad()
-        best = torch.tensor([not choice.by_chance for choice in chosen])  # [B]
-        idle = (observed == 0) | (observed == 1)  # [B]
-        above = torch.tensor([choice.above for choice in chosen])  # [B]
-        return {
-            "expected": (self.expected.sum(), len(chosen)),
-            "chosen_over_mean": ((above * best).sum(), best.sum()),
-            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
-            "zero_groups_uniform": ((idle & ~best).sum(), (~best).sum()),
-        }
+        expected = self.expected.sum(), len(self.expected)
+        stats = super().learn(chosen, rewards)
+        return {"expected": expected, "chosen_over_mean": stats["chosen_over_mean"]}
 
 
 def log_ratio(logp: Tensor, batch: Rollout) -> Tensor:
@@ -194,13 +147,8 @@ LOOP = """
 -        # 1. Rollout: for each of P slots the candidate from which most can be learned, G responses.
 +        # 1. Rollout: for each of P slots the candidate with V nearest to τ, G responses.
 
--        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
-+        mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
-+        problems = [choice.problem for choice in chosen[mine]]
-
 -        rollout.advantages = advantages(rewards).flatten()  # [N]
-+        expected = curriculum.expected[mine].to(rewards)  # [P]: V
-+        rollout.advantages = advantages(rewards, expected).flatten()  # [N]
++        rollout.advantages = advantages(rewards, curriculum.expected).flatten()  # [N]
 
 -        if reference:
 -            for minibatch in minibatches:
@@ -220,7 +168,6 @@ if __name__ == "__main__":
 #    wrong, from a buffer of 128 (64 new ones a step).
 # 3. J is trajectory balance times β/2, so that the first term of the weight is the same as in the
 #    policy gradient.
-# 4. K, the share of random choices and the teacher's rates are as in goldilocks.py (ours).
 #
 # We have not read these parts of the paper: balance against π_old, the proposition on V, τ and β
 # are as two readers report them. We derived the identities and tested them with all responses

@@ -196,13 +196,13 @@ class Value(Policy):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
-        """Return V `[M, 1]` of the states in which the next tokens marked by `predicts [n, S]` are
+        """Return V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are
         drawn, and zeros `[M]`. The further arguments of a policy are ignored."""
         output = self.lm(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
         values = nn.functional.linear(hidden.float(), self.head.weight.float())  # [M, 1]
-        return values, torch.zeros_like(values[:, 0])
+        return values[:, 0], torch.zeros_like(values[:, 0])
 
 
 class Critic:

@@ -45,28 +45,28 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def read_block(
     product: Tensor, tokens: Tensor, temperature: float, readout: Readout | None
 ) -> Pair:
-    """Return log π of the `tokens [b, K]` at the head's product `[b, V]`, `[b, K]`, and the
-    statistic of each row, `[b]`."""
+    """Return log π of the `tokens [b]` at the head's product `[b, V]`, and the statistic of each
+    row, both `[b]`."""
     logprobs = (product / temperature).log_softmax(-1)  # [b, V]
-    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
-    return logprobs.gather(-1, tokens), statistic
+    statistic = readout(logprobs, tokens) if readout else product.new_zeros(len(product))
+    return logprobs.gather(-1, tokens[:, None])[:, 0], statistic
 
 
 def d_product(
     product: Tensor, tokens: Tensor, d_logp: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the gradient at the head's product, `[b, V]`, in `dtype`. At the logits it is the sum
-    over the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
-    d_logits = (product / temperature).softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-    d_logits.scatter_add_(-1, tokens, d_logp)
+    """Compute the gradient at the head's product, `[b, V]`, in `dtype`. At the logits it is
+    `d_logp [b]` times 1{token} - p, of the `tokens [b]`."""
+    d_logits = (product / temperature).softmax(-1).mul_(-d_logp[:, None])  # [b, V]
+    d_logits.scatter_add_(-1, tokens[:, None], d_logp[:, None])
     return (d_logits / temperature).to(dtype)
 
 
 class TokenLogprobs(torch.autograd.Function):
     """The function log softmax(logits / temperature)[targets], with the `readout`'s statistic.
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M, K]` -> logp `[M, K]`, statistic `[M]` (no
-    gradient), both float32. Of the K tokens at a position, the readout gets the first.
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
+    both float32.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.compile = temperature, compile
         # When compiled, a block writes and reads fewer tensors of that size.
         read = compiled(read_block) if compile else read_block
-        logp = torch.empty(targets.shape, device=hidden.device)  # [M, K]
+        logp = torch.empty(len(hidden), device=hidden.device)  # [M]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             product = head_product(hidden[rows], weight)  # [b, V]

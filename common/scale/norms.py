@@ -110,8 +110,8 @@ class HeadPart:
         for row, prompt_len in enumerate(micro.prompt_len.tolist()):
             gradient = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]: for one response
             x = hidden[row, prompt_len - 1 :]  # [T, H]: at the positions that predict its tokens
-            tokens = micro.tokens[row, : len(x), None]  # [T, 1]
-            ones = micro.mask[row, : len(x), None]  # [T, 1]
+            tokens = micro.tokens[row, : len(x)]  # [T]
+            ones = micro.mask[row, : len(x)]  # [T]
             steps = torch.arange(len(tokens), device=hidden.device)  # [T]
             for block in steps.split(max(1, BLOCK_ELEMENTS // len(weight))):
                 inputs = tokens[block], ones[block], self.temperature, weight.dtype

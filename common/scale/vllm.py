@@ -26,12 +26,7 @@ class VLLMEngine:
     """
 
     def __init__(
-        self,
-        args: Flags,
-        lm: PreTrainedModel,
-        world: World,
-        record_experts: bool = False,
-        record_top: int = 0,
+        self, args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
     ):
         # Run the engine in this process, so that weights need not be copied to another one.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -40,8 +35,6 @@ class VLLMEngine:
             from vllm import LLM, SamplingParams
         ranks = args.tensor_parallel
         options = vllm_options(args, lm, world, record_experts)
-        self.top = min(record_top, lm.config.vocab_size)
-        options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # default: 20
         self.SamplingParams = SamplingParams
         self.world = world
         self.calls = 0
@@ -140,7 +133,7 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 top_k=0,
-                logprobs=self.top,  # for the sampled token and as many most likely ones
+                logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 stop_token_ids=self.eos,
                 detokenize=False,
@@ -153,16 +146,10 @@ class VLLMEngine:
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
         outputs = [output for answer in mine for output in answer.outputs]
-        columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
+        columns = {"tokens": [], "logps": [], "experts": []}  # of rows
         for row, output in enumerate(outputs):
             columns["tokens"].append(list(output.token_ids))
-            # At each position the sampled token comes first, then the most likely ones.
-            reported = torch.tensor(output.logprobs.logprobs).view(-1, 1 + self.top)
-            columns["logps"].append(reported[:, 0])  # [tokens]
-            if self.top:
-                ids = torch.tensor(output.logprobs.token_ids).view(-1, 1 + self.top)
-                columns["top"].append(ids[:, 1:])  # [tokens, K]
-                columns["top_logps"].append(reported[:, 1:])  # [tokens, K]
+            columns["logps"].append(output.logprobs.logprobs)  # [tokens]
             if self.reports_experts:
                 seen = torch.as_tensor(output.routed_experts)  # [tokens, layers, k]
                 if seen.dtype == torch.uint16:  # few operations support this dtype

@@ -38,6 +38,7 @@ ROWS = {
     "dapo-math-17k": ({"prompt": "Find x.", "solution": "34"}, "34"),
     "aime24": ({"problem": "Find x.", "answer": "025"}, "25"),
     "aime25": ({"problem": "Find x.", "answer": "70"}, "70"),
+    "hmmt25": ({"problem": "Find x.", "answer": "103"}, "103"),
     "amc23": ({"question": "Find x.", "answer": 27.0}, "27"),
     "math500": ({"problem": "x?", "answer": r"\left( 3, \pi \right)"}, r"\left( 3, \pi \right)"),
     "minerva": ({"question": "Find x.", "answer": "1.2e-3"}, "1.2e-3"),

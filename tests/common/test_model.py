@@ -26,25 +26,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers import SMALL, run_here
 
 
-PLACES = [(1, 1.0), (1, 0.7), (5, 0.7)]
-
-
-@pytest.mark.parametrize(("K", "temperature"), PLACES)
-def test_token_logprobs_equal_the_plain_formula(monkeypatch, K, temperature):
-    """Value, entropy and both gradients are equal: over several blocks with a ragged last one; for
-    one token at each place, or for five, one of them twice."""
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
+    """Value, entropy and both gradients are equal, over several blocks with a ragged last one."""
     monkeypatch.setattr("common.scale.head.BLOCK_ELEMENTS", 7 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
-    targets = torch.randint(50, (40, K), generator=generator)
-    if K > 1:
-        targets[:, 3] = targets[:, 0]
-    upstream = torch.randn(40, K, generator=generator)
+    targets = torch.randint(50, (40,), generator=generator)
+    upstream = torch.randn(40, generator=generator)
 
     logp, entropy = TokenLogprobs.apply(hidden, weight, targets, temperature, entropies)
     gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
     full = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
-    plain = full.gather(1, targets)
+    plain = full.gather(1, targets[:, None])[:, 0]
     expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
 
     assert torch.allclose(logp, plain, atol=1e-5) and not entropy.requires_grad
@@ -61,7 +55,7 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
         torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (400, 50)
     )
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
-    targets = torch.randint(50, (400, 1), generator=generator)
+    targets = torch.randint(50, (400,), generator=generator)
     TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
     TokenLogprobs.apply(exact_hidden, exact_weight, targets, 1.0, None)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
@@ -83,13 +77,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("others", [0, 20])
-def test_log_probs_never_hold_the_logits_of_all_tokens(others):
-    """Nothing is larger than the head's own gradient, even with 20 more tokens at each place."""
+def test_log_probs_never_hold_the_logits_of_all_tokens():
+    """Nothing is larger than the head's own gradient."""
     V, H, TOKENS = 151_936, 2048, 16_384  # Qwen3-1.7B's, and 8 answers of 2,048 tokens
     with torch.device("meta"):  # shapes without storage
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
-        targets = torch.zeros(TOKENS, 1 + others, dtype=torch.long)
+        targets = torch.zeros(TOKENS, dtype=torch.long)
     with Largest() as largest:
         TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V

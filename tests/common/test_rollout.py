@@ -27,23 +27,6 @@ def prompts(tiny):
     return [tiny[1](prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def test_the_most_likely_tokens(world, tiny, prompts):
-    """The sampler reports up to the whole vocabulary, also if prompts are decoded in turns. All
-    log-probs are the trainer's at that temperature, and 0 on padding."""
-    for asked, given in ((3, 3), (99, 18)):
-        engine = HFEngine(tiny[0], world, 0, "float32", 16, top=asked)
-        rollout = engine.generate(prompts, 8, 64, 0.6)
-        assert rollout.sampler_top.shape == (*rollout.mask.shape, given)
-        assert (rollout.sampler_top.diff(dim=-1) <= 0).all()
-        response_logprobs(Policy(tiny[0]), rollout, 0.6)
-        assert torch.allclose(rollout.top_logp, rollout.sampler_top, atol=1e-4)
-        assert (rollout.top_logp[rollout.mask == 0] == 0).all() and rollout.top_logp.requires_grad
-    places = rollout.mask.bool()
-    assert torch.allclose(rollout.sampler_top[places].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
-    here = rollout.sampler_top_ids[places] == rollout.tokens[places][:, None]
-    assert torch.equal(rollout.sampler_top[places][here], rollout.rollout_logp[places])
-
-
 def test_masks_end_with_the_eos(engine, tiny, prompts):
     """Row i answers prompt i // n. After the EOS is padding. A cut response has no EOS."""
     eos = tiny[1].eos_token_id
@@ -91,19 +74,21 @@ def test_runs_repeat(tiny, world, prompts):
     assert first == sampled(0, 0) and first not in (sampled(1, 0), sampled(0, 1))
 
 
-def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
+@pytest.mark.parametrize("max_rows", [1024, 16])
+def test_prefixes_are_continued(engine, tiny, prompts, max_rows):
     """A prefix is part of the response and counts towards the limit, but is not in the mask. log μ
-    of every sampled token is the trainer's."""
+    of every sampled token is the trainer's at that temperature, also if prompts take turns."""
     lm, tokenizer = tiny
+    engine.max_rows = max_rows
     texts = ["7*8=56;", "", "3*3=9;9*3=27;", "#"]
     prefixes = [tokenizer(text)["input_ids"] if text else [] for text in texts]
-    rollout = engine.generate(prompts, 8, 20, 1.0, prefixes)
+    rollout = engine.generate(prompts, 8, 20, 0.6, prefixes)
     for i, row in enumerate(rollout.response_ids()):
         prefix = prefixes[i // 8]
         assert row[: len(prefix)] == prefix and len(row) <= 20
         assert int(rollout.mask[i].sum()) == len(row) - len(prefix)
         assert int(rollout.prefix_len[i]) == len(prefix)
-    logp, _ = response_logprobs(Policy(lm), rollout, 1.0)
+    logp, _ = response_logprobs(Policy(lm), rollout, 0.6)
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 

@@ -121,15 +121,6 @@ def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
     return tuple(x + e for x, e in zip(logp, row.noise))
 
 
-@lru_cache(4096)
-def sampler_top(row: Row, model: str) -> tuple[Tensor, Tensor]:
-    """Return ids and log μ of the 4 tokens that the engine calls the most likely ones, as two
-    [tokens, 4]."""
-    with torch.no_grad():
-        logp, ids = distributions(untrained(model), [row])[0].topk(4)
-    return ids, logp - torch.tensor([0.1, 0.5, 0.2, 0.9])
-
-
 def rewards_of(rows: list[Row]) -> Tensor:
     return torch.tensor([row.reward for row in rows], dtype=torch.float64)
 

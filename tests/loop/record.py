@@ -22,7 +22,7 @@ from torch import Tensor
 
 from checks import run_of
 from tests.loop.answers import EOS, HELD_OUT, LIMIT, SAMPLES, TEMPERATURE, TRAIN, VOCABULARY
-from tests.loop.answers import G, M, P, expert_choice, respond, sampler_logp, sampler_top, untrained
+from tests.loop.answers import G, M, P, expert_choice, respond, sampler_logp, untrained
 
 
 class Stored:
@@ -30,7 +30,7 @@ class Stored:
 
     def __init__(self, world: World, model: str):
         self.world, self.model, self.reports_experts = world, model, model == "model-moe"
-        self.calls, self.synced, self.top = [], [], 0
+        self.calls, self.synced = [], []
 
     def generate(
         self, prompts: list, n: int, limit: int, temperature: float, prefixes=None, top_p=1.0
@@ -42,10 +42,7 @@ class Stored:
             rows += respond(text, n, starts[i] if prefixes else "")
         call = {"prompts": texts, "n": n, "limit": limit, "temperature": temperature}
         self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
-        top = [sampler_top(row, self.model) for row in rows if self.top]
         return Rollout.pack(
-            top=[ids[:, : self.top] for ids, _ in top],
-            top_logps=[logp[:, : self.top] for _, logp in top],
             prompts=prompts,
             prefixes=prefixes,
             tokens=[list(row.tokens) for row in rows],
@@ -150,14 +147,10 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
-    def make_engine(*arguments: object, **named: object) -> Stored:
-        engine.top = named.get("record_top", 0)
-        return engine
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task())
-        patch.setattr(module, "make_engine", make_engine)
+        patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)

@@ -214,6 +214,25 @@ def test_vcpo_lowers_its_rate(alone):
         assert scale < 1 and line["lr"] == pytest.approx(found.flags["lr"] * warm * scale)
 
 
+LAYERS_OFF = {"tau_p": 0.0, "gate": False, "candidates": 1, "branches": 0, "ess_scaling": False}
+LAYERS = [("silenced_share", "tau_p", 0.9), ("gate_closed", "gate", True)]  # metric, flag, value
+LAYERS += [("branches_used", "branches", 2), ("lr_damping", "ess_scaling", True)]
+LAYERS += [("chosen_over_mean", "candidates", 5)]
+
+
+@slow
+def test_the_stack_is_its_layers(alone):
+    """Without layers its weights are justrl.py's, to the bit. A layer alone changes them, and shows
+    in its own metric only."""
+    flags = LAYERS_OFF | {"lr": 3e-4, "grad_clip": 12.0}
+    plain = alone("justrl", lr=3e-4, grad_clip=12.0).synced[-1]
+    assert all(map(torch.equal, alone("stack", **flags).synced[-1], plain))
+    for metric, flag, value in LAYERS:
+        found = alone("stack", **flags | {flag: value})
+        assert found.metrics[-1]["layers_acted"] == 1 and found.metrics[-1][metric] > 0, metric
+        assert not any(map(torch.equal, found.synced[-1], plain)), metric
+
+
 @slow
 @pytest.mark.parametrize("name", [*NINE, *OTHERS, "whole models"])
 def test_two_ranks(alone, together, name):
