@@ -43,17 +43,22 @@ class Task(Source):
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
         """Return the rewards `[P, G]` of G responses to each of P problems (P may be 0), and write
-        the rollout's columns `problem`, `rewards` and `new_answer`."""
+        the rollout's columns `problem`, `rewards`, `new_answer` and `judge_failed`."""
         texts = texts_of(rollout, self.tokenizer)
-        scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        answers = self.final(texts)
+        verdicts = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
+        answers = [verdict.answer for verdict in verdicts]
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
         on = rollout.mask.device
         numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long, device=on)
         rollout.problem = numbers.repeat_interleave(G)  # [N]
-        rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
-        rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
+        columns = {
+            "rewards": [verdict.score for verdict in verdicts],
+            "new_answer": new,
+            "judge_failed": [verdict.failure != "" for verdict in verdicts],
+        }
+        for name, values in columns.items():
+            setattr(rollout, name, torch.tensor(values, dtype=torch.float32, device=on))  # [N]
         return rollout.rewards.view(len(problems), G)  # [P, G]
 
 

@@ -17,7 +17,6 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -25,7 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 from common import cli
 from common.cli import BadInput, Count, Flags, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
-from common.distributed import World, from_all, global_sum, shard
+from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.model import load_model
@@ -34,6 +33,7 @@ from common.records.files import as_lines, saved_config
 from common.rollout import make_engine
 from common.tasks.reward import Verifier
 from common.tasks.rows import rows_of
+from common.tasks.sources import Verify
 from common.tiny import arithmetic
 import torch
 import torch.distributed.checkpoint as dcp
@@ -76,7 +76,7 @@ class Set(NamedTuple):
 
     name: str
     problems: list[Problem]
-    verifier: Callable[[list[str], list[str]], list[float]]
+    verifier: Verify
     task: Task | None = None  # the task, if these are its held-out problems
 
 
@@ -191,17 +191,17 @@ def main(args: Args, world: World) -> None:
     say(*head(args.eval_samples))
     bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     world.closing.callback(bar.close)
+    failed = 0
     for one in sets:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world, bar)
             say(line_of(rows, args.eval_samples))
+            failed += sum(sum(row["failed"]) for row in rows)
             if world.rank == 0:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(as_lines(rows))
-    killed = sum(getattr(verifier, "killed", 0) for verifier in {one.verifier for one in sets})
-    killed = global_sum({"killed": killed}, world)["killed"]
-    if killed:
-        say(f"{killed:.0f} answers could not be scored, or broke the verifier's bounds: 0 points")
+    if failed:
+        say(f"{failed} answers could not be scored, or broke the verifier's bounds: 0 points")
     bar.close()
     say(f"responses and scores: {file}")
 
@@ -230,13 +230,15 @@ def measure(
         prompts = [p.prompt_ids for _, p in mine]
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
         texts = texts_of(rollout, tokenizer)
-        scores = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
+        verdicts = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
+        scores = [verdict.score for verdict in verdicts]
+        failed = [verdict.failure != "" for verdict in verdicts]
         lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
         for i, (number, p) in enumerate(mine):
             own = slice(i * n, (i + 1) * n)
             row = how | {"problem": number, "prompt": p.prompt, "answer": p.answer}
             row |= {"scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
-            rows.append(row | {"responses": texts[own]})
+            rows.append(row | {"failed": failed[own], "responses": texts[own]})
         bar.update(len(numbers))
     everyones = [row for part in from_all(rows) for row in part]
     return sorted(everyones, key=lambda row: row["problem"])

@@ -28,30 +28,30 @@ LABEL = rf"(?i:{NAMED}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 # Words separate the formulas of a sentence, except for words that belong to a number.
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
-PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
+CLAUSE_END = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 # An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
-AROUND = 150  # characters before and after a box, which show whether it is alone
-HERE = BOXES["here"]  # stands for the box, also in the patterns of symbols.json
+CONTEXT = 150  # characters before and after a box, which show whether it is alone
+BOX_PLACE = BOXES["here"]  # stands for the box, also in the patterns of symbols.json
 DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
 # Words, relations, ends of clauses and what is not ASCII stand between expressions.
 BETWEEN = rf"(?:(?!(?:{BOXES['operations']})\b){WORD}|{BOXES['between expressions']})+"
 # A number, or the letter of an option.
-NAMES_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
+HAS_NUMBER_OR_OPTION = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
 
 
 @lru_cache(1)  # a worker calls it twice for each response
 def final_answer(response: str) -> str:
-    """Return the text that a response gives last as its answer, as `written`; "" if it gives none.
+    """Return, `in_one_spelling`, what a response gives last as its answer; "" if it gives none.
 
     It looks for the last box, an <answer> tag, text after "answer is", and the last number, in this
     order, in what follows the last thought. A thought that never closes leaves no answer.
     """
     said = after_thoughts(response)
-    answer = marked(said)
+    answer = marked_answer(said)
     if answer is None:
         answer = last_number(said[-LONGEST:]) or said
-    return written(answer) if len(answer) <= LONGEST else ""
+    return in_one_spelling(answer) if len(answer) <= LONGEST else ""
 
 
 def after_thoughts(text: str) -> str:
@@ -65,17 +65,17 @@ def after_thoughts(text: str) -> str:
     return text[end:]
 
 
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     """Return what the last box, <answer> tag or label of a text holds; None if it has no mark."""
     _, tag, text = text.rpartition("<answer>")
     answer = last_box(text)
     if answer is None and tag:
         answer = text.partition("</answer>")[0]
-    text = text[-LONGEST:] if answer is None else written(answer[-LONGEST:])
+    text = text[-LONGEST:] if answer is None else in_one_spelling(answer[-LONGEST:])
     labels = list(re.finditer(LABEL, text))
     if labels:
         sentence = SENTENCE.match(text, labels[-1].end())[0]
-        return re.split(REASON, written(sentence))[0]
+        return re.split(REASON, in_one_spelling(sentence))[0]
     return answer
 
 
@@ -93,9 +93,9 @@ def last_box(text: str) -> str | None:
                     break
             else:
                 return ""
-        before = text[max(0, box.start() - AROUND) : box.start()]
-        if content.strip() and written(content[:LONGEST]) not in ("", "?", r"\ldots"):
-            return content if is_alone(content, before, text[end : end + AROUND]) else ""
+        before = text[max(0, box.start() - CONTEXT) : box.start()]
+        if content.strip() and in_one_spelling(content[:LONGEST]) not in ("", "?", r"\ldots"):
+            return content if is_alone(content, before, text[end : end + CONTEXT]) else ""
         if box[1] and not re.search(BOXES["mentioned"], before):
             return ""
     return None
@@ -106,25 +106,27 @@ def is_alone(content: str, before: str, after: str) -> bool:
     one, as in `-\boxed{5}`, from the texts before and after it."""
     if re.search(r"(?<!\\)\\$", before):
         before = before[:-1]  # some write \\boxed
-    around = DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), before + HERE + after)
-    line = next(line for line in around.split("\n") if HERE in line)
+    around = DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), before + BOX_PLACE + after)
+    line = next(line for line in around.split("\n") if BOX_PLACE in line)
     if re.search(BOXES["of another value"], line):
         return False
     line = re.sub(BOXES["edges of formulas"], " ; ", re.sub(BOXES["dash or bullet"], r"\1", line))
-    part = next((part for part in re.split(BETWEEN, written(line)) if HERE in part), "")
+    part = next(
+        (part for part in re.split(BETWEEN, in_one_spelling(line)) if BOX_PLACE in part), ""
+    )
     part = " ".join(part.split()).strip(" ,'\"*_`#").removesuffix(" -")
-    same = re.escape(written(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
+    same = re.escape(in_one_spelling(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
     return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{BOXES['alone']}", part))
 
 
 def last_number(text: str) -> str:
     """Return the last part between words that has a number or an option, or "". Only the last 20
     lines that may have one are read."""
-    lines = [line for line in text.split("\n") if NAMES_ONE.search(line)]
+    lines = [line for line in text.split("\n") if HAS_NUMBER_OR_OPTION.search(line)]
     for line in reversed(lines[-20:]):
-        line = written(line)
-        parts = re.split(PAUSE, line) if re.search(WORD, line) else [line]
-        named = [part for part in parts if NAMES_ONE.search(part)]
+        line = in_one_spelling(line)
+        parts = re.split(CLAUSE_END, line) if re.search(WORD, line) else [line]
+        named = [part for part in parts if HAS_NUMBER_OR_OPTION.search(part)]
         if named:
             return named[-1]
     return ""
@@ -181,7 +183,7 @@ SPELLINGS = [  # (pattern, replacement), applied in this order
 
 
 @lru_cache(16)  # one answer is asked for several times
-def written(text: str) -> str:
+def in_one_spelling(text: str) -> str:
     """Rewrite a text in one spelling, LaTeX in ASCII without marks at its edges, of equal value."""
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script

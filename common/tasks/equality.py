@@ -42,22 +42,24 @@ SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none"
 CASED = ConversionConfig(lowercase_symbols=False)
 
 
-def equal(gold: str, answer: str) -> bool:
+def answers_equal(gold: str, answer: str) -> bool:
     """Tell whether two written texts are equal as texts, numbers with units, or expressions."""
     if as_text(gold) == as_text(answer):
         return True
     option, said_option = OPTION.fullmatch(gold), OPTION.fullmatch(answer)
     if option and said_option:  # their letters decide, and numbers behind them
         counts = re.search(r"\d", option[2]) and said_option[2]
-        return option[1] == said_option[1] and (not counts or equal(option[2], said_option[2]))
+        return option[1] == said_option[1] and (
+            not counts or answers_equal(option[2], said_option[2])
+        )
     if option and option[2]:
-        return equal(option[2], answer)
+        return answers_equal(option[2], answer)
     if said_option and said_option[2]:
-        return equal(gold, said_option[2])
+        return answers_equal(gold, said_option[2])
     if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(DECIMAL_COMMA, answer):
         answer = answer.replace(",", ".")
-    value, unit = quantity(gold)
-    said, said_unit = quantity(answer)
+    value, unit = value_and_unit(gold)
+    said, said_unit = value_and_unit(answer)
     if said_unit and isinstance(said_unit, str) and not unit:
         said = str(int(said, int(said_unit)))  # 101_2 is 5, and never 101
     if value != gold or said != answer:
@@ -66,14 +68,16 @@ def equal(gold: str, answer: str) -> bool:
         share = rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
         said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
         small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
-        return not differ and (equal(share, said_share) or (not small and equal(value, said)))
+        return not differ and (
+            answers_equal(share, said_share) or (not small and answers_equal(value, said))
+        )
     capitals = re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer)
     if capitals or re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
         return False
-    return same(expression_of(gold), expression_of(answer))
+    return values_equal(expression_of(gold), expression_of(answer))
 
 
-def quantity(text: str) -> tuple[str, Counter | str]:
+def value_and_unit(text: str) -> tuple[str, Counter | str]:
     """Split a written text into its value and its unit: names with powers, or a numeral's base.
     Any noun is a unit (5 apples), but not a variable (5x, 5 n) or a word that changes the value."""
     match = UNIT.search(text)
@@ -100,7 +104,7 @@ def as_text(text: str) -> str:
     return TABLES["same"].get(text.lower(), text)
 
 
-def close(gold: Number, answer: Number) -> bool:
+def digits_agree(gold: Number, answer: Number) -> bool:
     """Tell whether two numbers agree in the digits of the less exact one, and to a relative 1e-6.
 
     Only the reference may be coarser, if it has five digits, or three when the answer is not a
@@ -145,22 +149,25 @@ def value_of(tree: object) -> Number | None:
     return Number(value, abs(value) / 10 ** (0 if tree.has(sympy.Float) else 25))
 
 
-def same(gold: object, answer: object) -> bool:
+def values_equal(gold: object, answer: object) -> bool:
     """Tell whether two expressions are equal: by their values, if real, else by math-verify."""
-    (left, right), (answer_left, answer_right) = sides(gold, answer), sides(answer, gold)
+    (left, right), (answer_left, answer_right) = (
+        split_equation(gold, answer),
+        split_equation(answer, gold),
+    )
     if left == answer_left or "" in (left, answer_left):
         gold, answer = right, answer_right
     if gold is None or answer is None:
         return False
     number, answer_number = value_of(gold), value_of(answer)
     if number or answer_number:
-        return bool(number and answer_number) and close(number, answer_number)
-    gold, answer = fitted(gold, answer), fitted(answer, gold)
+        return bool(number and answer_number) and digits_agree(number, answer_number)
+    gold, answer = as_other_kind(gold, answer), as_other_kind(answer, gold)
     # 12 decimals must agree, also in lists; the default is 6.
     return verify(gold, answer, 12, allow_set_relation_comp=True, timeout_seconds=None)
 
 
-def sides(tree: object, other: object) -> tuple[object, object]:
+def split_equation(tree: object, other: object) -> tuple[object, object]:
     """Split an equation: x = 3 and x = 6/2 = 3 give x and 3. Any other tree gives "" and itself.
     2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation."""
     if not is_equation(tree):
@@ -171,13 +178,15 @@ def sides(tree: object, other: object) -> tuple[object, object]:
     return left, None if unsolved and not is_equation(other) else take_last_relation(tree).rhs
 
 
-def fitted(tree: object, other: object) -> object:
+def as_other_kind(tree: object, other: object) -> object:
     """Fit a tree to the other: a list or column as a pair, x before y; x < 2 or x > 3 a union."""
     if isinstance(tree, sympy.MatrixBase) and tree.cols == 1 and isinstance(other, sympy.Tuple):
         return sympy.Tuple(*tree)
     parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []
     if parts and isinstance(other, sympy.Interval | sympy.Tuple):
-        pairs = sorted([sides(part, other) for part in parts], key=lambda pair: str(pair[0]))
+        pairs = sorted(
+            [split_equation(part, other) for part in parts], key=lambda pair: str(pair[0])
+        )
         tree = sympy.Tuple(*[right for _, right in pairs])
     if parts and isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
         tree = sympy.Union(*[part.as_set() for part in parts])

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.cli import BadInput, blame, say
 from common.tasks.answers import TABLES, last_box
-from common.tasks.reward import can_be_earned
+from common.tasks.reward import is_gradable
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
@@ -105,7 +105,7 @@ def rows_of(
             answer = as_text(answer)
             prompt = as_prompt(entries[columns.prompt])
             firsts.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
-            if judged and not can_be_earned(answer):
+            if judged and not is_gradable(answer):
                 unanswered.append(number)
             else:
                 rows.append((prompt, answer))

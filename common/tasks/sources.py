@@ -15,12 +15,12 @@ from itertools import islice
 import numpy as np
 
 from common.cli import BadInput, Flags, blame
-from common.tasks.reward import TASK_FILE, Verifier, can_be_earned, digest, fingerprint
-from common.tasks.reward import load_task_file, read_task_file
+from common.tasks.reward import TASK_FILE, Verdict, Verifier, digest, fingerprint
+from common.tasks.reward import is_gradable, load_task_file, read_task_file
 from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of, tell_unanswered
 from common.tiny import arithmetic
 
-Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+Verify = Callable[[list[str], list], list[Verdict]]  # of (completions, answers)
 # (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
 Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
@@ -32,8 +32,7 @@ class Source:
     name: str  # of --task
     train: Callable[[int], Row]
     held_out: list[Row]
-    verifier: Score
-    final: Callable[[list[str]], list[str]]  # responses -> their final answers
+    verifier: Verify
     fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
     instruction: str | None = None  # appended to every text; None leaves prompts as they are
     reply: Tool | None = None  # a task file's tool
@@ -65,16 +64,13 @@ def of_arithmetic(args: Flags) -> Source:
     def train(index: int) -> Row:
         return as_row(arithmetic.training_prompt(args.seed, index, kind))
 
-    def verifier(completions: list[str], answers: list[str]) -> list[float]:
-        return list(map(arithmetic.arithmetic_reward, completions, answers))
+    def verifier(completions: list[str], answers: list[str]) -> list[Verdict]:
+        scores = map(arithmetic.arithmetic_reward, completions, answers)
+        return list(map(Verdict, scores, map(arithmetic.final_number, completions)))
 
     held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
     held_out = map(as_row, arithmetic.held_out_prompts(args.eval_problems, held_out_kind))
-
-    def final(completions: list[str]) -> list[str]:
-        return list(map(arithmetic.final_number, completions))
-
-    return Source(args.task, train, list(held_out), verifier, final)
+    return Source(args.task, train, list(held_out), verifier)
 
 
 def of_task_file(args: Flags, has_template: bool) -> Source:
@@ -110,14 +106,15 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
     if not own_reward:
         answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
-        lost = [answer for answer in answers if not can_be_earned(answer)]
+        lost = [answer for answer in answers if not is_gradable(answer)]
         tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
-    source = Source(args.task, train, held_out, verifier, verifier.final_answers, problems)
+    source = Source(args.task, train, held_out, verifier, problems)
     source.instruction = "" if has_template else None
     if hasattr(custom, "reply"):
-        source.reply = Verifier(args.task, **how, function="reply").ask
+        tool = Verifier(args.task, **how, function="reply")
+        source.reply = lambda *asked: [(said.score, said.failure) for said in tool(*asked)]
         source.reply_error = getattr(custom, "reply_error", "")
     return source
 
@@ -155,8 +152,7 @@ def of_sets(args: Flags) -> Source:
         number, place = divmod(index, len(kept))
         return kept[epoch(number)[place]]
 
-    verifier = Verifier()
-    source = Source(args.task, train, list(held_out.values()), verifier, verifier.final_answers)
+    source = Source(args.task, train, list(held_out.values()), Verifier())
     source.fingerprint = digest([rows, test])
     source.instruction = args.instruction
     source.firsts = list(firsts.values())

@@ -7,7 +7,7 @@ import pytest
 from common.tasks.answers import final_answer
 from common.tasks.reward import Verifier
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, scored
 
 ROWS = json.loads((ROOT / "tests/common/answers.json").read_text("utf-8"))
 NAMED = {  # response: its final answer
@@ -57,13 +57,13 @@ def test_every_answer(whose):
     """Lines of answers.json with a `known` are judged wrongly. Those with a source that begins with
     "ours" were made up along with the rules, the others are from public threads."""
     rows = [row for row in ROWS if row["source"].startswith("ours") == (whose == "ours")]
-    verifier = Verifier(workers=2)
-    scores = verifier([row["response"] for row in rows], [row["reference"] for row in rows])
+    texts, references = ([row[name] for row in rows] for name in ("response", "reference"))
+    verdicts = Verifier(workers=2)(texts, references)
     surprises = []
-    for row, score in zip(rows, scores):
+    for row, score in zip(rows, scored(verdicts)):
         if score != (row["right"] ^ row.get("known", 0)):
             surprises.append(row)
-    assert surprises == [] and verifier.killed == 0
+    assert surprises == [] and not any(verdict.failure for verdict in verdicts)
 
 
 def test_final_answer():
