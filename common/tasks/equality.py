@@ -34,16 +34,20 @@ OPTION = re.compile(rf"\(?([A-J])(?:\)|\s?[.:]\s|$)\s*(?!{SECOND})(.*)")
 # Products in which the order may matter: of points, digits or matrices
 CAPITALS = r"(?:[A-Z](?:\^\{?(?:-1|T)\}?)?){2,}"
 DECIMAL_COMMA = r"-?(?:\d+,(?!\d{3}$)|0,)\d+"
-# Compared only as texts: words, times, ratios of three, derivatives, and what has dots; dates,
-# scores (3-2), formulas and labels (CO2), because they are not sums or products.
+# Compared only as texts: words, times, ratios of three, derivatives, and what has dots; numbers
+# side by side (but not 10 000), dates, scores (3-2), formulas and labels (CO2): no products.
 LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
-TEXT_ONLY = rf"{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
+SIDE_BY_SIDE = r".*(?<![\d._^])[\d.]+(?: (?!\d{3}(?!\d))| {2,})\d.*"
+TEXT_ONLY = rf"{SIDE_BY_SIDE}|{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'"
+TEXT_ONLY += r"|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 CASED = ConversionConfig(lowercase_symbols=False)
 
 
 def answers_equal(gold: str, answer: str) -> bool:
     """Tell whether two written texts are equal as texts, numbers with units, or expressions."""
+    # The left of S:T = 3:4 only names the ratio.
+    gold, answer = (re.sub(r"^[^=]*=\s*(?=\d+:\d)", "", text) for text in (gold, answer))
     if as_text(gold) == as_text(answer):
         return True
     option, said_option = OPTION.fullmatch(gold), OPTION.fullmatch(answer)
@@ -100,7 +104,7 @@ def as_text(text: str) -> str:
     one way."""
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
+    text = re.sub(r"(?<![\d\s])\s+|\s+(?![\d\s])", "", text)
     return TABLES["same"].get(text.lower(), text)
 
 
@@ -151,14 +155,15 @@ def value_of(tree: object) -> Number | None:
 
 def values_equal(gold: object, answer: object) -> bool:
     """Tell whether two expressions are equal: by their values, if real, else by math-verify."""
-    (left, right), (answer_left, answer_right) = (
-        split_equation(gold, answer),
-        split_equation(answer, gold),
-    )
+    left, right = split_equation(gold, answer, is_gold=True)
+    answer_left, answer_right = split_equation(answer, gold)
     if left == answer_left or "" in (left, answer_left):
         gold, answer = right, answer_right
     if gold is None or answer is None:
         return False
+    forms = getattr(answer, "_unsorted_args", [])  # 15\frac{39}{40}, or \frac{639}{40}
+    if len(forms) > 1 and not isinstance(gold, sympy.Set | sympy.Tuple):
+        return all(values_equal(gold, form) for form in forms)
     number, answer_number = value_of(gold), value_of(answer)
     if number or answer_number:
         return bool(number and answer_number) and digits_agree(number, answer_number)
@@ -167,15 +172,28 @@ def values_equal(gold: object, answer: object) -> bool:
     return verify(gold, answer, 12, allow_set_relation_comp=True, timeout_seconds=None)
 
 
-def split_equation(tree: object, other: object) -> tuple[object, object]:
+def split_equation(tree: object, other: object, is_gold: bool = False) -> tuple[object, object]:
     """Split an equation: x = 3 and x = 6/2 = 3 give x and 3. Any other tree gives "" and itself.
-    2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation."""
+
+    2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation. Of a
+    reference, 2x - 3y = 6 is the answer, too; only a left side that is a name can be left out.
+    """
     if not is_equation(tree):
         return "", tree
     left = take_first_relation(tree).lhs
-    is_name = isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef)
-    unsolved = len(left.free_symbols) == 1 and not is_name
-    return left, None if unsolved and not is_equation(other) else take_last_relation(tree).rhs
+    unsolved = len(left.free_symbols) == 1 or (is_gold and bool(left.free_symbols))
+    if unsolved and not is_name(left) and not is_equation(other):
+        return left, None
+    return left, take_last_relation(tree).rhs
+
+
+def is_name(left: sympy.Basic) -> bool:
+    r"""Tell whether a left side only names a value: x, f(x), dy/dx, AB, |AB| or \angle ABC."""
+    if isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef | sympy.Derivative):
+        return True
+    points = [str(symbol) for symbol in left.free_symbols]
+    is_product = isinstance(left, sympy.Mul | sympy.Abs)
+    return is_product and all(re.fullmatch(r"[A-Z]\w*'*|angle|m", name) for name in points)
 
 
 def as_other_kind(tree: object, other: object) -> object:
@@ -184,9 +202,8 @@ def as_other_kind(tree: object, other: object) -> object:
         return sympy.Tuple(*tree)
     parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []
     if parts and isinstance(other, sympy.Interval | sympy.Tuple):
-        pairs = sorted(
-            [split_equation(part, other) for part in parts], key=lambda pair: str(pair[0])
-        )
+        pairs = [split_equation(part, other, is_gold=True) for part in parts]
+        pairs.sort(key=lambda pair: str(pair[0]))
         tree = sympy.Tuple(*[right for _, right in pairs])
     if parts and isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
         tree = sympy.Union(*[part.as_set() for part in parts])

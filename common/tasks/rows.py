@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import BadInput, blame, say
-from common.tasks.answers import TABLES, last_box
+from common.tasks.answers import BOX, TABLES, content_of
 from common.tasks.reward import is_gradable
 
 Prompt = str | list[dict]  # a text, or chat messages
@@ -41,8 +41,8 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 def boxed(solution: str) -> str:
     """Read the last \\boxed of a MATH solution; "" if it is empty, as in one row."""
-    _, box, rest = solution.rpartition("\\boxed")
-    return last_box(box + rest) or ""  # an earlier box would be a wrong reference
+    boxes = list(re.finditer(BOX, solution))  # an earlier one would be a wrong reference
+    return (boxes and content_of(boxes[-1])[0]) or ""
 
 
 def after_hashes(solution: str) -> str:
