@@ -229,6 +229,7 @@ SPELLINGS = [  # (pattern, replacement), applied in this order, wherever they ma
     # A single $ before a number is a currency; others surround formulas.
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
     (r"(?<!\\)(?:\$|\\[\[\](),;: ])|~|\\q?quad(?![A-Za-z])", " "),
+    (r"\\operatorname\*?\s*\{(\w+)\}(?=\s*[({\\\w])", r"\\\1"),
     (rf"\\(?:{TEXT_MACROS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", r" \1 "),
     # pi, as \pi; 5 million, as 5 \times 10^{6}
     (r"\\?[A-Za-z]+|&[lg]t;", lambda name: NAMES.get(name[0], name[0])),
@@ -245,16 +246,16 @@ SPELLINGS = [  # (pattern, replacement), applied in this order, wherever they ma
     # 0.1\overline{6}, 0.1(6) and 0.1\dot6
     (TABLES["repeating decimal"], fraction),
     # 2e4, which would be Euler's e; 3 and 1/2; 3 1/2
-    (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
+    (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d)", r"\1 \\times 10^{\2}"),
     (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),
-    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?!\.?\d)", r"\1\\frac{\2}{\3}"),
 ]
 EDGES = [  # of an answer: what may stand before and after it
-    (r"^\{([^{}]*)\}$", r"\1"),
-    # Tags of any name, a brace that nothing opens, Markdown, quotes and punctuation
-    (r"^(?:\s*<\|?/?[A-Za-z][\w ]*\|?>)+|(?:<\|?/?[A-Za-z][\w ]*\|?>[\s.,;]*)+$", ""),
-    (r"^([^{}]*)\}\s*$", r"\1"),
+    # A brace that nothing opens, Markdown, quotes and punctuation, tags of any name
+    (r"^([^{}]*)\}[\s.]*$", r"\1"),
     (r"^[\s*_`'\",;:=]+|[\s*_`\".,;:\\]*$", ""),
+    (r"^(?:<\|?/?[A-Za-z][\w ]*\|?>\s*)+|(?:\s*<\|?/?[A-Za-z][\w ]*\|?>)+$", ""),
+    (r"^\{([^{}]*)\}$", r"\1"),
     # ]0,1[ and [0,1[
     (r"^\]([^\[\]]+)[,;]([^\[\]]+)(?=[\[\]]$)", r"(\1,\2"),
     (r"^([(\[][^\[\]]+)[,;]([^\[\]]+)\[$", r"\1,\2)"),

@@ -64,13 +64,15 @@ def of_arithmetic(args: Flags) -> Source:
     def train(index: int) -> Row:
         return as_row(arithmetic.training_prompt(args.seed, index, kind))
 
-    def verifier(completions: list[str], answers: list[str]) -> list[Verdict]:
-        scores = map(arithmetic.arithmetic_reward, completions, answers)
-        return list(map(Verdict, scores, map(arithmetic.final_number, completions)))
-
     held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
     held_out = map(as_row, arithmetic.held_out_prompts(args.eval_problems, held_out_kind))
-    return Source(args.task, train, list(held_out), verifier)
+    return Source(args.task, train, list(held_out), arithmetic_verdicts)
+
+
+def arithmetic_verdicts(completions: list[str], answers: list[str]) -> list[Verdict]:
+    """Judge responses to the embedded task."""
+    scores = map(arithmetic.arithmetic_reward, completions, answers)
+    return list(map(Verdict, scores, map(arithmetic.final_number, completions)))
 
 
 def of_task_file(args: Flags, has_template: bool) -> Source:
