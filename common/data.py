@@ -1,5 +1,6 @@
 """Tasks: prompts as text and tokens, answers and verifier. Rows and scoring come from `tasks/`."""
 
+import json
 import math
 import os
 import random
@@ -16,8 +17,8 @@ from common.batch import Rollout
 from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
 from common.tasks.answers import OPENING, TABLES, TAG
-from common.tasks.rows import ROLES, Prompt, Row
-from common.tasks.sources import Source, source_for
+from common.tasks.rows import Prompt, Row
+from common.tasks.sources import Source, source_for, text_of, too_long
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
@@ -97,11 +98,16 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
     prompts are too long are left out."""
     name_unknown_tags(tokenizer)
-    source = source_for(args, bool(tokenizer.chat_template))
+
+    def fits(row: Row) -> bool:
+        # A short text need not be tokenised: it has more characters than tokens
+        short = len(text_of(row)) < most_tokens(args, tokenizer) // 4
+        return short or as_problem(row, args.instruction, args, tokenizer) is not None
+
+    source = source_for(args, bool(tokenizer.chat_template), fits)
     for prompt, where in source.firsts:
         encode(prompt, source.instruction, tokenizer, where, args.chat)
-    wrong = f"--task {args.task}: no prompt fits into --max_prompt_tokens {args.max_prompt_tokens}"
-    wrong += " and, with --max_new_tokens, into the model's positions"
+    wrong = f"--task {args.task}: all prompts are {too_long(args)}"
 
     def train(index: int) -> Problem:
         """Return problem `index`, or one chosen by `index` alone if that prompt is too long."""
@@ -119,8 +125,25 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # fails now if no training prompt fits
+    name_unknown_words(held_out, tokenizer)
     problems = {"train": train, "held_out": held_out, "tokenizer": tokenizer}
     return Task(**vars(source) | problems)
+
+
+def name_unknown_words(problems: list[Problem], tokenizer: Tokenizer) -> None:
+    """Say how many tokens of the prompts are the unknown token, unless it has another use, too."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    ids = [token for problem in problems for token in problem.prompt_ids]
+    own = unknown is not None and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    if own and unknown in ids and os.environ.get("RANK", "0") == "0":
+        share = f"{ids.count(unknown)} of {len(ids)} tokens of the held-out prompts"
+        say(f"--model: its tokenizer does not know {share}: it reads {tokenizer.unk_token}")
+
+
+def most_tokens(args: Flags, tokenizer: Tokenizer) -> float:
+    """Return how many tokens a prompt may have."""
+    positions = getattr(tokenizer, "model_max_length", math.inf)
+    return min(args.max_prompt_tokens, positions - args.max_new_tokens)
 
 
 def as_problem(
@@ -131,8 +154,7 @@ def as_problem(
     ids = encode(prompt, instruction, tokenizer, chat=args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
         raise BadInput(f"--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
-    positions = getattr(tokenizer, "model_max_length", math.inf)
-    if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
+    if len(ids) > most_tokens(args, tokenizer):
         return None
     return Problem(prompt, answer, ids)
 
@@ -160,20 +182,29 @@ def encode(
         turns = prompt
     elif instruction is not None and tokenizer.chat_template:
         turns = [{"role": "user", "content": text}]
+    elif instruction is not None:
+        text = PLAIN_PROMPT.format(prompt=text)
     with blame(f"{flag}: its tokenizer cannot write the prompt {text[:200]!r}"):
         if turns is not None:
             options = {"strftime_now": DATE.strftime} | options  # the same prompts tomorrow
             options |= {"tokenize": False, "add_generation_prompt": True}
             text = tokenizer.apply_chat_template(turns, **options)
-        elif instruction is not None:
-            text = PLAIN_PROMPT.format(prompt=text)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("no token left")
         if turns is None:
             special = tokenizer(text)["input_ids"]  # BOS in front, but maybe an EOS at the end
             return special[: special.index(ids[0])] + ids
-        for turn in turns:  # in other roles, templates drop thoughts and write calls as JSON
-            if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
-                raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
+        for turn in turns:
+            lost = [part for part in must_stay(turn) if part not in text]
+            if any(json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in lost):
+                what = "message" if turn["role"] != "assistant" else f"call of {lost[0]}"
+                raise ValueError(f"the chat template leaves out the {turn['role']}'s {what}")
         return ids  # the template has written the special tokens
+
+
+def must_stay(turn: dict) -> list[str]:
+    """List what a chat template must write of a message: its text, and the names of its calls. Of
+    the assistant's text it may drop thoughts."""
+    texts = [turn["content"].strip()] if turn["role"] != "assistant" else []
+    return texts + [call.get("function", call)["name"] for call in turn.get("tool_calls", [])]

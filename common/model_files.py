@@ -42,6 +42,8 @@ def why_unusable(folder: Path) -> str:
         return "holds model.safetensors and model.safetensors.index.json: remove the older weights"
     if any(name.startswith("adapter_") for name in files):
         return "holds an adapter: merge it into its model, or remove it"
+    if "chat_template.json" in files and "chat_template.jinja" not in files:
+        return "holds chat_template.json, which no tokenizer reads: save it as chat_template.jinja"
     return ""
 
 

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import BadInput, blame, say
-from common.tasks.answers import BOX, TABLES, content_of
+from common.tasks.answers import BOX, TABLES, WORD, content_of, in_one_spelling
 from common.tasks.reward import is_gradable
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# What JSON makes of LaTeX written with one backslash: \frac, \beta, \times, \right
+CONTROL = re.compile(r"[\b\v\f]|\t(?:imes|ext|heta|frac|riangle|au)\b|\r(?:ight|ho|angle)\b")
 
 
 class Columns(NamedTuple):
@@ -84,16 +86,18 @@ def rows_of(
     `split` is "train" or "test". A file, and a set without a test split, give all rows for both.
     A hub set's row whose solution has no answer is left out, and, if math-verify will judge the
     rows (`judged`), every row whose answer no response can earn. The first prompt of each kind
-    (`kind_of`) is added to `firsts`, with its place.
+    (`kind_of`) is added to `firsts`, with its place. What a file has, but nobody reads, is named.
     """
     name, _, file = spec.partition(":")
     columns = HUB.get(name, Columns("", prompt_column, answer_column))
     path = Path(file if name in HUB else spec)
     rows = []
-    unanswered = []  # row numbers
+    unanswered, prose = [], []  # row numbers
+    names = set()  # of the columns
     firsts = {} if firsts is None else firsts
     for number, row in hub_rows(name, split) if spec in HUB else file_rows(path):
         entries = flat(row)
+        names |= row.keys()
         if {columns.prompt, columns.answer} - entries.keys():
             needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(entries)}"
             raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
@@ -109,19 +113,35 @@ def rows_of(
                 unanswered.append(number)
             else:
                 rows.append((prompt, answer))
-    tell_unanswered(spec, "left out", unanswered, len(unanswered) + len(rows))
+                if judged and is_prose(answer):
+                    prose.append(number)
+    all_rows = len(unanswered) + len(rows)
+    tell(spec, "left out", unanswered, all_rows, UNANSWERED)
+    if len(prose) < all_rows:
+        tell(spec, "compares word for word", prose, all_rows, "with prose for an answer")
+    read = {column.partition(".")[0] for column in (columns.prompt, columns.answer)}
+    unread = sorted(names - read - {columns.prompt, columns.answer})
+    if unread and not columns.path and os.environ.get("RANK", "0") == "0":
+        say(f"{spec}: not read: {', '.join(unread)} (what the model needs stands in the prompt)")
     return rows
 
 
-def tell_unanswered(spec: str, what: str, rows: list, number: int) -> None:
-    """Say that `what` happens to rows, of `number`, without an answer that a response can earn, and
-    name the first three. Refuse them if all rows are such."""
-    without = "without an answer that a response can earn"
+UNANSWERED = "without an answer that a response can earn"
+
+
+def tell(spec: str, what: str, rows: list, number: int, why: str) -> None:
+    """Say what happens to some rows, of `number`, and name the first three. Refuse all rows."""
     if len(rows) == number:
-        raise BadInput(f"{spec}: {number} of {number} rows are {without}")
+        raise BadInput(f"{spec}: {number} of {number} rows are {why}")
     if rows and os.environ.get("RANK", "0") == "0":
         first = ", ".join(map(str, rows[:3]))
-        say(f"{spec}: {what} {len(rows)} of {number} rows, {without}; the first: {first}")
+        say(f"{spec}: {what} {len(rows)} of {number} rows, {why}; the first: {first}")
+
+
+def is_prose(answer: str) -> bool:
+    """Tell whether a reference begins with a word and has at least three."""
+    answer = in_one_spelling(answer)
+    return bool(re.match(r"\W*[^\W\d_]{3}", answer)) and len(re.findall(WORD, answer)) >= 3
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:
@@ -138,6 +158,7 @@ def flat(row: dict, path: str = "") -> dict[str, object]:
 def as_prompt(prompt: object, bare: bool = False) -> Prompt:
     """Check that a prompt is a text or chat messages that ask something; else raise ValueError.
     Only a text that the model reads without a template (`bare`) may have a template's tags."""
+    prompt = without_nulls(prompt)
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
@@ -146,6 +167,7 @@ def as_prompt(prompt: object, bare: bool = False) -> Prompt:
             needs += "; rename ShareGPT's from, value and human"
             raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
         turn["content"].encode()  # raises on half an emoji, which no tokenizer can read
+        refuse_control(turn["content"])
         tag = re.search(TABLES["template tags"], turn["content"])
         if tag and not bare:
             raise ValueError(f"its prompt has a chat template's {tag[0]}: store the question alone")
@@ -154,6 +176,21 @@ def as_prompt(prompt: object, bare: bool = False) -> Prompt:
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
+
+
+def without_nulls(value: object) -> object:
+    """Drop the null entries of dicts: Parquet gives each message the keys of all the others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def refuse_control(text: str) -> None:
+    """Raise ValueError if LaTeX has become control characters."""
+    found = CONTROL.search(text)
+    if found:
+        place = text[found.start() :][:20]
+        raise ValueError(f"{place!r}: LaTeX written with one backslash? JSON needs two")
 
 
 def kind_of(prompt: Prompt) -> str:
@@ -171,6 +208,7 @@ def as_text(answer: object) -> str:
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # CSV files write a dict with single quotes
         raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
+    refuse_control(text)
     return text
 
 
@@ -187,19 +225,29 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         raise BadInput(f"{path}: no such file")
     with blame(f"{path}: cannot be read"):
         if path.suffix == ".parquet":
+            import datasets
             import pyarrow.parquet
 
-            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+            # `datasets` decodes its own types, such as JSON stored as texts
+            yield from enumerate(datasets.Dataset(pyarrow.parquet.read_table(path)), 1)
             return
         lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
             # iconv converts the encoding, and jq writes the rows of an array as lines.
             with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_repeats)
                 if not isinstance(row, dict):
                     raise ValueError(f"a {type(row).__name__}")
             yield number, row
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    """Make a JSON object; a key twice in it raises ValueError, and else the last would count."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError(f"a key twice among {', '.join(name for name, _ in pairs)}")
+    return entries
 
 
 def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:

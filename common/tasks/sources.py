@@ -5,8 +5,10 @@ in the data is therefore one integer, the same for any number of ranks, and a re
 problems that the uninterrupted run would have seen.
 """
 
+import inspect
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,7 +19,7 @@ import numpy as np
 from common.cli import BadInput, Flags, blame
 from common.tasks.reward import TASK_FILE, Verdict, Verifier, digest, fingerprint
 from common.tasks.reward import is_gradable, load_task_file, read_task_file
-from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of, tell_unanswered
+from common.tasks.rows import HUB, UNANSWERED, Prompt, Row, as_prompt, as_text, rows_of, tell
 from common.tiny import arithmetic
 
 Verify = Callable[[list[str], list], list[Verdict]]  # of (completions, answers)
@@ -41,8 +43,9 @@ class Source:
     firsts: list[tuple[Prompt, str]] = field(default_factory=list)
 
 
-def source_for(args: Flags, has_template: bool) -> Source:
-    """Make the source that `--task` names. `has_template`: the tokenizer has a chat template."""
+def source_for(args: Flags, has_template: bool, fits: Callable[[Row], bool]) -> Source:
+    """Make the source that `--task` names. `has_template`: the tokenizer has a chat template.
+    Rows of data sets that do not fit (`fits`) are left out."""
     is_file = bool(TASK_FILE.fullmatch(args.task))
     if args.eval_task and (is_file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
@@ -50,7 +53,7 @@ def source_for(args: Flags, has_template: bool) -> Source:
         return of_task_file(args, has_template)
     if args.task in arithmetic.KINDS:
         return of_arithmetic(args)
-    return of_sets(args)
+    return of_sets(args, fits)
 
 
 def of_arithmetic(args: Flags) -> Source:
@@ -86,6 +89,11 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     text = read_task_file(args.task)
     custom = load_task_file(args.task, text)
     own_reward = hasattr(custom, "reward")
+    if own_reward and callable(custom.reward):
+        names = list(inspect.signature(custom.reward).parameters)
+        if names and re.match("prompt|completions|data_source|label|ground", names[0]):
+            gets = f"its reward gets (response, answer), not ({', '.join(names)})"
+            raise BadInput(f"--task {args.task}: {gets}")
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
     last = begin + getattr(args, "steps", 1) * getattr(args, "prompts_per_step", 1) - 1
     problems = fingerprint(args.task, text, custom, last)
@@ -109,7 +117,7 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     if not own_reward:
         answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
         lost = [answer for answer in answers if not is_gradable(answer)]
-        tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
+        tell(f"--task {args.task}", "held_out and train have", lost, len(answers), UNANSWERED)
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
     source = Source(args.task, train, held_out, verifier, problems)
@@ -121,8 +129,8 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     return source
 
 
-def of_sets(args: Flags) -> Source:
-    """Turn a finite data set into an endless stream of seeded shuffles of all its training rows.
+def of_sets(args: Flags, fits: Callable[[Row], bool]) -> Source:
+    """Turn a finite data set into an endless stream of seeded shuffles of its training rows.
 
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
     even if other rows repeat it.
@@ -134,10 +142,13 @@ def of_sets(args: Flags) -> Source:
     test = rows
     if own_test:
         test = rows_of(args.eval_task or args.task, "test", *columns, judged=True)
+    skipped = [number for number, row in enumerate(rows, 1) if not fits(row)]
+    tell(args.task, "left out", skipped, len(rows), too_long(args))
+    rows = list(filter(fits, rows))
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
     held_out = {}  # prompt text -> the first row with it
-    for row in shuffled:
+    for row in filter(fits, shuffled):
         held_out.setdefault(text_of(row), row)
     if not own_test:
         most = min(args.eval_problems, max(1, len(held_out) // 4))
@@ -159,6 +170,12 @@ def of_sets(args: Flags) -> Source:
     source.instruction = args.instruction
     source.firsts = list(firsts.values())
     return source
+
+
+def too_long(args: Flags) -> str:
+    """Say for what a prompt is too long."""
+    limit = f"too long for --max_prompt_tokens {args.max_prompt_tokens}"
+    return f"{limit} or, with --max_new_tokens, for the model's positions"
 
 
 def text_of(row: Row) -> str:

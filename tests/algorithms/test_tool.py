@@ -41,7 +41,7 @@ def task_file(tmp_path):
 def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
     """A reply runs in the bounded worker of a reward. If it returns no text or takes too long, the
     next one is asked as always."""
-    reply = source_for(tool.Args(task=task_file), False).reply
+    reply = source_for(tool.Args(task=task_file), False, bool).reply
     found = reply(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
     assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
     assert "7 is no text" in found[1][1] and "out of time" in found[3][1]

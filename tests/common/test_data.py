@@ -180,7 +180,7 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
     plain = {"instruction": "", "eval_problems": 1}
     assert len(load(path, tokenizer, max_new_tokens=71, **plain).train(0).prompt_ids) == 29
-    with pytest.raises(BadInput, match="no prompt fits into .*--max_new_tokens"):
+    with pytest.raises(BadInput, match="6 of 6 rows are too long for .*--max_new_tokens"):
         load(path, tokenizer, max_new_tokens=72, **plain)
     tokenizer.embeddings, tokenizer.decode = ord("w"), chr
     with pytest.raises(BadInput, match="no embedding for 'w' in a prompt"):
