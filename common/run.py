@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -285,4 +286,4 @@ class Run:
         if not equal and not any(acted):  # a null, which stands for NaN, does not count as acting
             self.say("", idle)
         if samples.is_file():
-            self.say(f"\nlook at it: python -m tools.page {self.folder}")
+            self.say(f"\nlook at it: python -m tools.page {shlex.quote(str(self.folder))}")

@@ -1,4 +1,4 @@
-"""Measure the accuracy of a model or a run's newest checkpoint: avg@n, pass@k, 95% intervals.
+"""Measure the accuracy of a model or of a run's checkpoint: avg@n, pass@k, 95% intervals.
 
     python -m tools.evaluate runs/grpo-arithmetic-s1
     python -m tools.evaluate tiny --eval_problems 1000 --eval_samples 16
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
-from common.cli import BadInput, Count, Flags, blame, broken_rule
+from common.cli import BadInput, Count, Flags, Whole, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
 from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
@@ -67,6 +67,8 @@ class Args(Flags):
     """Length limit of a response (our choice)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model, float32 or bfloat16 (auto: bfloat16 on GPUs)."""
+    step: Whole = 0
+    """Step of a run's checkpoint (0: the newest)."""
     run_dir: str = ""
     """Folder for the responses (default: the run's, else runs/evaluations)."""
 
@@ -140,22 +142,24 @@ def engine_of(
     return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, world)
 
 
-def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
-    """Load the weights of a run's newest checkpoint into the policy; return its step.
+def load_weights(folder: Path, policy: nn.Module, world: World, wanted: int = 0) -> int:
+    """Load the weights of a run's checkpoint (0: the newest) into the policy; return its step.
 
     Any algorithm may have written it, on any number of ranks.
     """
-    found = checkpoints(folder)
-    if not found:
-        raise BadInput(f"MODEL {folder}: no checkpoint")
-    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
-    what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
+    steps = {step_of(path): path for path in checkpoints(folder)}
+    step = wanted or max(steps, default=0)
+    if step not in steps:
+        raise BadInput(f"MODEL {folder}: no checkpoint of step {step}, has {sorted(steps)}")
+    checkpoint = steps[step]
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    what = f"MODEL {folder}: {checkpoint} is damaged or does not fit its model"
     with blame(what), first_failure():
         # If several models were saved together, the policy is the first one.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
-    return step_of(found[-1])
+    return step
 
 
 def main(args: Args, world: World) -> None:
@@ -176,7 +180,7 @@ def main(args: Args, world: World) -> None:
     engine, step = engine_of(args, config, lm, sets[0].task, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
-        step = load_weights(run, policy, world)
+        step = load_weights(run, policy, world, args.step)
         engine.sync(policy)
         del policy
     del lm

@@ -44,7 +44,7 @@ OPTION_OR_NUMBER = r"(?:[\d.]+|[A-J]\b)"
 NEGATED = r"(?:n't|\b(?:cannot|not|never|nor))(?:\s+[a-z]+){0,2}\s+"
 NEGATED = rf"(?:{NEGATED}{OPTION_OR_NUMBER}|\b(?:over|rather than|instead of)\s+[A-J]\b)"
 NEGATED += rf"(?:(?:,|\s+or|\s+nor)+\s+{OPTION_OR_NUMBER})*"
-CLAUSE_END = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
+CLAUSE_END = rf"(?:\(?{WORD}|#|[.:;!?](?:\s|$))+"
 # An answer ends where a reason begins: ", since 5 + 7 = 12".
 REASON = (
     rf"[,;:!?]\s+(?={WORD})|(?<!\b(?:in|of|by|at|on))\s\(?(?:because|since|as|so|which|where)\b"
@@ -196,7 +196,7 @@ def last_number(text: str) -> str:
     lines = [line for line in text.split("\n") if HAS_NUMBER_OR_OPTION.search(line)]
     for line in reversed(lines[-20:]):
         line = re.sub(NEGATED, "", spelled(line))
-        parts = re.split(CLAUSE_END, line) if re.search(WORD, line) else [line]
+        parts = re.split(CLAUSE_END, line) if re.search(f"{WORD}|#", line) else [line]
         named = [part for part in parts if HAS_NUMBER_OR_OPTION.search(part)]
         if named:
             return named[-1]

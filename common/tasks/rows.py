@@ -139,9 +139,9 @@ def tell(spec: str, what: str, rows: list, number: int, why: str) -> None:
 
 
 def is_prose(answer: str) -> bool:
-    """Tell whether a reference begins with a word and has at least three."""
+    """Tell whether a reference begins with a word and has others."""
     answer = in_one_spelling(answer)
-    return bool(re.match(r"\W*[^\W\d_]{3}", answer)) and len(re.findall(WORD, answer)) >= 3
+    return bool(re.match(r"\W*[^\W\d_]{3}", answer)) and len(re.findall(WORD, answer)) > 1
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:
