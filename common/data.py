@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, Flags, blame, key_values, say
+from common.cli import BadInput, Flags, blame, key_values
 from common.clock import timed
 from common.tasks.answers import OPENING, TABLES, TAG
-from common.tasks.rows import Prompt, Row
-from common.tasks.sources import Source, source_for, text_of, too_long
+from common.tasks.rows import TOO_LONG, Prompt, Row, aside
+from common.tasks.sources import Source, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # how many prompts we tokenise, at most, to find one that fits
@@ -89,25 +89,17 @@ def name_unknown_tags(tokenizer: Tokenizer) -> None:
     seen = set(re.findall(TABLES["like a thought"], f"{tokens} {tokenizer.chat_template}"))
     known = "|".join(tag for pair in TABLES["thoughts"] for tag in pair)
     unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
-    if unknown and os.environ.get("RANK", "0") == "0":
+    if unknown:
         how = "may mark thoughts, and common/tasks/symbols.json does not list them"
-        say(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
+        aside(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
 
 
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
     prompts are too long are left out."""
     name_unknown_tags(tokenizer)
-
-    def fits(row: Row) -> bool:
-        # A short text need not be tokenised: it has more characters than tokens
-        short = len(text_of(row)) < most_tokens(args, tokenizer) // 4
-        return short or as_problem(row, args.instruction, args, tokenizer) is not None
-
-    source = source_for(args, bool(tokenizer.chat_template), fits)
-    for prompt, where in source.firsts:
-        encode(prompt, source.instruction, tokenizer, where, args.chat)
-    wrong = f"--task {args.task}: all prompts are {too_long(args)}"
+    source = source_for(args, bool(tokenizer.chat_template), fitting(args, tokenizer))
+    wrong = f"--task {args.task}: all prompts are {TOO_LONG}"
 
     def train(index: int) -> Problem:
         """Return problem `index`, or one chosen by `index` alone if that prompt is too long."""
@@ -120,8 +112,8 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
             place = rng.randrange(2**31)
         raise BadInput(wrong)
 
-    fitting = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
-    held_out = list(islice(filter(None, fitting), args.eval_problems))
+    first = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
+    held_out = list(islice(filter(None, first), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # fails now if no training prompt fits
@@ -135,26 +127,30 @@ def name_unknown_words(problems: list[Problem], tokenizer: Tokenizer) -> None:
     unknown = getattr(tokenizer, "unk_token_id", None)
     ids = [token for problem in problems for token in problem.prompt_ids]
     own = unknown is not None and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    if own and unknown in ids and os.environ.get("RANK", "0") == "0":
+    if own and unknown in ids:
         share = f"{ids.count(unknown)} of {len(ids)} tokens of the held-out prompts"
-        say(f"--model: its tokenizer does not know {share}: it reads {tokenizer.unk_token}")
+        aside(f"--model: its tokenizer does not know {share}: it reads {tokenizer.unk_token}")
 
 
-def most_tokens(args: Flags, tokenizer: Tokenizer) -> float:
-    """Return how many tokens a prompt may have."""
-    positions = getattr(tokenizer, "model_max_length", math.inf)
-    return min(args.max_prompt_tokens, positions - args.max_new_tokens)
+def fitting(args: Flags, tokenizer: Tokenizer) -> Callable[[Row, str], bool]:
+    """Make the test whether a row's prompt fits, of the row and its place."""
+
+    def fits(row: Row, place: str) -> bool:
+        return as_problem(row, args.instruction, args, tokenizer, f"{place}--model") is not None
+
+    return fits
 
 
 def as_problem(
-    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
+    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer, flag: str = "--model"
 ) -> Problem | None:
     """Tokenise a row's prompt; None if it is too long or leaves too few positions to respond."""
     prompt, answer = row
-    ids = encode(prompt, instruction, tokenizer, chat=args.chat)
+    ids = encode(prompt, instruction, tokenizer, flag, args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
-        raise BadInput(f"--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
-    if len(ids) > most_tokens(args, tokenizer):
+        raise BadInput(f"{flag}: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
+    positions = getattr(tokenizer, "model_max_length", math.inf)
+    if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None
     return Problem(prompt, answer, ids)
 

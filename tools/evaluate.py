@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from common import cli
 from common.cli import BadInput, Count, Flags, Whole, blame, broken_rule
-from common.data import Problem, Task, as_problem, load_task, texts_of
+from common.data import Problem, Task, as_problem, fitting, load_task, texts_of
 from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
@@ -110,24 +110,17 @@ def load_sets(
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         return [Set(task.name, task.held_out, task.verifier, task)], [warning] if changed else []
-    sets, remarks, math_verify = [], [], Verifier()
+    sets, math_verify = [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.verifier))
             continue
-        rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
-        for row in tqdm(rows, "tokenising", leave=False, delay=3):
-            problem = as_problem(row, args.instruction, args, tokenizer)
-            if problem:
-                found.append(problem)
-        if not found:
-            raise BadInput(f"--eval_task {spec}: no prompt fits (--max_prompt_tokens)")
-        sets.append(Set(spec, found, math_verify))
-        if len(found) < len(rows):
-            dropped = len(rows) - len(found)
-            remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, left out")
-    return sets, remarks
+        columns = (args.prompt_column, args.answer_column)
+        rows = rows_of(spec, "test", *columns, fits=fitting(args, tokenizer))
+        problems = [as_problem(row, args.instruction, args, tokenizer) for row in rows]
+        sets.append(Set(spec, problems, math_verify))
+    return sets, []
 
 
 def engine_of(

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -77,24 +77,22 @@ def rows_of(
     split: str = "train",
     prompt_column: str = "prompt",
     answer_column: str = "answer",
-    firsts: dict | None = None,
     judged: bool = False,
+    fits: Callable[[Row, str], bool] = lambda *_: True,
 ) -> list[Row]:
     """Read the rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a
     file with the columns of a hub set (`gsm8k:my.jsonl`).
 
     `split` is "train" or "test". A file, and a set without a test split, give all rows for both.
-    A hub set's row whose solution has no answer is left out, and, if math-verify will judge the
-    rows (`judged`), every row whose answer no response can earn. The first prompt of each kind
-    (`kind_of`) is added to `firsts`, with its place. What a file has, but nobody reads, is named.
+    Rows are left out, and counted, if a hub set's solution has no answer, if math-verify will judge
+    (`judged`) and no response can earn the answer, and if the prompt does not fit, by `fits` of the
+    row and its place. Prose for an answer, and columns that nobody reads, are named.
     """
     name, _, file = spec.partition(":")
     columns = HUB.get(name, Columns("", prompt_column, answer_column))
     path = Path(file if name in HUB else spec)
-    rows = []
-    unanswered, prose = [], []  # row numbers
-    names = set()  # of the columns
-    firsts = {} if firsts is None else firsts
+    rows, names, prose = [], set(), []
+    left_out = {UNANSWERED: [], TOO_LONG: []}  # row numbers
     for number, row in hub_rows(name, split) if spec in HUB else file_rows(path):
         entries = flat(row)
         names |= row.keys()
@@ -104,38 +102,45 @@ def rows_of(
         with blame(f"{spec}:{number}: cannot be used"):
             answer = EXTRACT[columns.extract](entries[columns.answer])
             if columns.extract and not answer.strip():
-                unanswered.append(number)
+                left_out[UNANSWERED].append(number)
                 continue
-            answer = as_text(answer)
-            prompt = as_prompt(entries[columns.prompt])
-            firsts.setdefault(kind_of(prompt), (prompt, f"{spec}:{number}: --model"))
-            if judged and not is_gradable(answer):
-                unanswered.append(number)
+            row = as_prompt(entries[columns.prompt]), as_text(answer)
+            if judged and not is_gradable(row[1]):
+                left_out[UNANSWERED].append(number)
+            elif not fits(row, f"{spec}:{number}: "):
+                left_out[TOO_LONG].append(number)
             else:
-                rows.append((prompt, answer))
-                if judged and is_prose(answer):
+                rows.append(row)
+                if judged and is_prose(row[1]):
                     prose.append(number)
-    all_rows = len(unanswered) + len(rows)
-    tell(spec, "left out", unanswered, all_rows, UNANSWERED)
-    if len(prose) < all_rows:
-        tell(spec, "compares word for word", prose, all_rows, "with prose for an answer")
-    read = {column.partition(".")[0] for column in (columns.prompt, columns.answer)}
-    unread = sorted(names - read - {columns.prompt, columns.answer})
-    if unread and not columns.path and os.environ.get("RANK", "0") == "0":
-        say(f"{spec}: not read: {', '.join(unread)} (what the model needs stands in the prompt)")
+    total = len(rows) + sum(map(len, left_out.values()))
+    for reason, numbers in left_out.items():
+        tell(spec, "left out", numbers, total, reason, len(numbers) == total)
+    tell(spec, "compares word for word", prose, total, "with prose for an answer")
+    unread = [name for name in names if name not in (columns.prompt, columns.answer)]
+    unread = [name for name in unread if f"{name}." not in f"{columns.prompt} {columns.answer}"]
+    if unread and not columns.path:
+        aside(f"{spec}: not read: {', '.join(sorted(unread))} (the model reads the prompt alone)")
     return rows
 
 
 UNANSWERED = "without an answer that a response can earn"
+TOO_LONG = "too long for --max_prompt_tokens or, with --max_new_tokens, for the model's positions"
 
 
-def tell(spec: str, what: str, rows: list, number: int, why: str) -> None:
-    """Say what happens to some rows, of `number`, and name the first three. Refuse all rows."""
-    if len(rows) == number:
+def aside(line: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        say(line)
+
+
+def tell(spec: str, what: str, rows: list, number: int, why: str, refuse: bool = False) -> None:
+    """Say what happens to rows, of `number`, and name the first three; or `refuse` them all."""
+    if refuse:
         raise BadInput(f"{spec}: {number} of {number} rows are {why}")
-    if rows and os.environ.get("RANK", "0") == "0":
+    if rows:
         first = ", ".join(map(str, rows[:3]))
-        say(f"{spec}: {what} {len(rows)} of {number} rows, {why}; the first: {first}")
+        aside(f"{spec}: {what} {len(rows)} of {number} rows, {why}; the first: {first}")
 
 
 def is_prose(answer: str) -> bool:
@@ -191,12 +196,6 @@ def refuse_control(text: str) -> None:
     if found:
         place = text[found.start() :][:20]
         raise ValueError(f"{place!r}: LaTeX written with one backslash? JSON needs two")
-
-
-def kind_of(prompt: Prompt) -> str:
-    """Name what a chat template may refuse in a prompt: the roles and keys of its messages."""
-    turns = prompt if isinstance(prompt, list) else []
-    return str([(turn["role"], sorted(turn)) for turn in turns])
 
 
 def as_text(answer: object) -> str:

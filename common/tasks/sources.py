@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
@@ -19,7 +19,7 @@ import numpy as np
 from common.cli import BadInput, Flags, blame
 from common.tasks.reward import TASK_FILE, Verdict, Verifier, digest, fingerprint
 from common.tasks.reward import is_gradable, load_task_file, read_task_file
-from common.tasks.rows import HUB, UNANSWERED, Prompt, Row, as_prompt, as_text, rows_of, tell
+from common.tasks.rows import HUB, UNANSWERED, Row, as_prompt, as_text, rows_of, tell
 from common.tiny import arithmetic
 
 Verify = Callable[[list[str], list], list[Verdict]]  # of (completions, answers)
@@ -39,11 +39,9 @@ class Source:
     instruction: str | None = None  # appended to every text; None leaves prompts as they are
     reply: Tool | None = None  # a task file's tool
     reply_error: str = ""  # what the policy reads instead if a call fails
-    # One prompt of each kind, with its place, to refuse at once what the tokenizer cannot write.
-    firsts: list[tuple[Prompt, str]] = field(default_factory=list)
 
 
-def source_for(args: Flags, has_template: bool, fits: Callable[[Row], bool]) -> Source:
+def source_for(args: Flags, has_template: bool, fits: Callable[[Row, str], bool]) -> Source:
     """Make the source that `--task` names. `has_template`: the tokenizer has a chat template.
     Rows of data sets that do not fit (`fits`) are left out."""
     is_file = bool(TASK_FILE.fullmatch(args.task))
@@ -117,7 +115,8 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     if not own_reward:
         answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
         lost = [answer for answer in answers if not is_gradable(answer)]
-        tell(f"--task {args.task}", "held_out and train have", lost, len(answers), UNANSWERED)
+        every = len(lost) == len(answers)
+        tell(f"--task {args.task}", "may use", lost, len(answers), UNANSWERED, every)
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
     source = Source(args.task, train, held_out, verifier, problems)
@@ -129,26 +128,22 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     return source
 
 
-def of_sets(args: Flags, fits: Callable[[Row], bool]) -> Source:
+def of_sets(args: Flags, fits: Callable[[Row, str], bool]) -> Source:
     """Turn a finite data set into an endless stream of seeded shuffles of its training rows.
 
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
     even if other rows repeat it.
     """
-    firsts = {}  # see `Source`
-    columns = (args.prompt_column, args.answer_column, firsts)
-    rows = rows_of(args.task, "train", *columns, judged=True)
+    columns = (args.prompt_column, args.answer_column)
+    rows = rows_of(args.task, "train", *columns, judged=True, fits=fits)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
     test = rows
     if own_test:
-        test = rows_of(args.eval_task or args.task, "test", *columns, judged=True)
-    skipped = [number for number, row in enumerate(rows, 1) if not fits(row)]
-    tell(args.task, "left out", skipped, len(rows), too_long(args))
-    rows = list(filter(fits, rows))
+        test = rows_of(args.eval_task or args.task, "test", *columns, judged=True, fits=fits)
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
     held_out = {}  # prompt text -> the first row with it
-    for row in filter(fits, shuffled):
+    for row in shuffled:
         held_out.setdefault(text_of(row), row)
     if not own_test:
         most = min(args.eval_problems, max(1, len(held_out) // 4))
@@ -168,14 +163,7 @@ def of_sets(args: Flags, fits: Callable[[Row], bool]) -> Source:
     source = Source(args.task, train, list(held_out.values()), Verifier())
     source.fingerprint = digest([rows, test])
     source.instruction = args.instruction
-    source.firsts = list(firsts.values())
     return source
-
-
-def too_long(args: Flags) -> str:
-    """Say for what a prompt is too long."""
-    limit = f"too long for --max_prompt_tokens {args.max_prompt_tokens}"
-    return f"{limit} or, with --max_new_tokens, for the model's positions"
 
 
 def text_of(row: Row) -> str:
