@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common.batch import Rollout
 from common.cli import BadInput, Flags, blame, key_values
 from common.clock import timed
-from common.tasks.answers import OPENING, TABLES, TAG
+from common.tasks.answers import GRAMMAR, OPENING, TAG, P
 from common.tasks.rows import TOO_LONG, Prompt, Row, aside
 from common.tasks.sources import Source, source_for
 
@@ -65,7 +65,7 @@ class Task(Source):
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """Return the N responses as verifiers read them: without special tokens, except tags of
-    thoughts and answers (symbols.json).
+    thoughts and answers (patterns.toml).
 
     If the prompt ends with a tag that opens a thought, the text begins with it: the template has
     opened the thought, and an answer inside a thought that never closes must not be rewarded.
@@ -84,13 +84,13 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
 
 def name_unknown_tags(tokenizer: Tokenizer) -> None:
     """Print the tags of the tokenizer and its template that seem to mark thoughts, but that the
-    table of thoughts in symbols.json does not have."""
+    table of thoughts in patterns.toml does not have."""
     tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-    seen = set(re.findall(TABLES["like a thought"], f"{tokens} {tokenizer.chat_template}"))
-    known = "|".join(tag for pair in TABLES["thoughts"] for tag in pair)
+    seen = set(P.LIKE_A_THOUGHT.findall(f"{tokens} {tokenizer.chat_template}"))
+    known = "|".join(tag for pair in GRAMMAR["thoughts"]["KNOWN"] for tag in pair)
     unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
     if unknown:
-        how = "may mark thoughts, and common/tasks/symbols.json does not list them"
+        how = "may mark thoughts, and common/tasks/patterns.toml does not list them"
         aside(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
 
 

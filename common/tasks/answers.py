@@ -5,64 +5,38 @@ No rule, here or in equality.py, may turn a wrong answer into a right one.
 
 import json
 import re
+import tomllib
 import unicodedata
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 LONGEST = 1000  # characters; longer answers are rejected, so that grading takes bounded time
 TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text("utf-8"))
+GRAMMAR = tomllib.loads(Path(__file__).with_name("patterns.toml").read_text("utf-8"))
 CATEGORY = {code: unicodedata.category(chr(code)) for code in range(2**16)}  # of Unicode
 INVISIBLE = {code: None for code, kind in CATEGORY.items() if kind == "Cf"}
 DASHES = {code: "-" for code, kind in CATEGORY.items() if kind == "Pd"}
 SYMBOLS = str.maketrans(TABLES["symbols"]) | INVISIBLE | DASHES
-NAMES, FACTORS, BOXES = TABLES["names"], TABLES["factors"], TABLES["boxes"]
+NAMES, FACTORS = TABLES["names"], TABLES["factors"]
+UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
+CONTEXT = 150  # characters before and after a box, which show whether it is alone
+P = SimpleNamespace(UNITS=re.compile("|".join(map(re.escape, UNIT_OF))))  # patterns.toml
+
+
+def filled(pattern: str) -> re.Pattern:
+    """Compile a pattern, with the patterns that it names as <<NAME>>."""
+    return re.compile(re.sub("<<([A-Z_]+)>>", lambda name: getattr(P, name[1]).pattern, pattern))
+
+
+for name, pattern in GRAMMAR["patterns"].items():
+    setattr(P, name, filled(pattern))
 # The tags that open and close a thought: those of known models, then any whose name says so
 THOUGHTS = []
-for opening, closing in TABLES["thoughts"] + TABLES["thoughts by name"]:
+for opening, closing in GRAMMAR["thoughts"]["KNOWN"] + GRAMMAR["thoughts"]["BY_NAME"]:
     THOUGHTS.append((re.compile(opening, re.IGNORECASE), re.compile(closing, re.IGNORECASE)))
 OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
-TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], TABLES["other tags"]])
-# A box and its brace, or the content of a box without braces
-BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
-# <answer>, or a tag of any name around the end of a response
-ANSWER_TAG = re.compile(r"<answer>|<([a-z]\w*)>(?=[^<>]*</\1>\s*$)", re.IGNORECASE)
-# "Answer: " or "the final answer is " in one clause; "#### 7", but no heading ("#### 3. Total").
-NAMED = r"(?<!to )(?:answer|option|答案)(?:[^\n.,;\d]{,40}?(?:\bis\b|[是为:：])|\W{,5}?[=\n])"
-LABEL = rf"(?i:{NAMED}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:：\s])"
-# Up to the end of the sentence; it does not end inside a displayed formula.
-SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
-# After a box, only a label with a colon
-LATER_LABEL = re.compile(
-    r"(?:[.!?]\s|\n)\W*(?:the\s|final\s)*(?:answer|答案)[*_\s]*[:：]", re.IGNORECASE
-)
-# Words separate the formulas of a sentence, except for words that belong to a number.
-LETTERS = r"(?:[^\x00-\x7f\W\d_](?=[A-J](?![A-Za-z]))"  # 选C
-LETTERS += r"|[^\W\d_]+'[^\W\d_]+|[^\W\d_]{2,}|I\b|A(?= [a-z]))"
-WORD = rf"(?<![\\{{A-Za-z'])(?!(?:or|and|not|than|least|most)\b){LETTERS}"
-# "not A", "can't be 5 or 6", "over B"
-OPTION_OR_NUMBER = r"(?:[\d.]+|[A-J]\b)"
-NEGATED = r"(?:n't|\b(?:cannot|not|never|nor))(?:\s+[a-z]+){0,2}\s+"
-NEGATED = rf"(?:{NEGATED}{OPTION_OR_NUMBER}|\b(?:over|rather than|instead of)\s+[A-J]\b)"
-NEGATED += rf"(?:(?:,|\s+or|\s+nor)+\s+{OPTION_OR_NUMBER})*"
-CLAUSE_END = rf"(?:\(?{WORD}|#|[.:;!?](?:\s|$))+"
-# An answer ends where a reason begins: ", since 5 + 7 = 12".
-REASON = (
-    rf"[,;:!?]\s+(?={WORD})|(?<!\b(?:in|of|by|at|on))\s\(?(?:because|since|as|so|which|where)\b"
-)
-CONTEXT = 150  # characters before and after a box, which show whether it is alone
-BOX_PLACE = BOXES["here"]  # stands for the box, also in the patterns of symbols.json
-DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
-TEXT_MACROS = r"text\w*|[mh]box|operatorname\*?|math(?:rm|bf|it|sf|tt|cal|up|normal)?"
-# Between two boxes that are one list: x = \boxed{6} or x = \boxed{7}
-JOINT = r"(?:\\\\|\\?[,;]|[、，]|\\q?quad\b|\b(?:and|or)\b|[和或])"
-AROUND_JOINT = r"(?:[\s$~&{}]|\\[()\[\]: ]|\\text|\*\*)"
-NAMED_AS = r"[A-Za-z](?:_\{?\w+\}?)?\s*&?=\s*"
-JOINED = rf"(?:{AROUND_JOINT}*{JOINT}(?:{AROUND_JOINT}|{JOINT})*|\$?[^\S\n]+\$?)"
-JOINED = re.compile(rf"{JOINED}(?:{NAMED_AS})?[$\s]*")
-# Words, relations, ends of clauses and what is not ASCII stand between expressions.
-BETWEEN = rf"(?:(?!(?:{BOXES['operations']})\b){WORD}|{BOXES['between expressions']})+"
-# A number, or the letter of an option.
-HAS_NUMBER_OR_OPTION = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
+TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], P.OTHER_TAGS.pattern])
 
 
 @lru_cache(1)  # a worker calls it twice for each response
@@ -93,17 +67,17 @@ def after_thoughts(text: str) -> str:
 
 def marked_answer(text: str) -> str | None:
     """Return what the last box, <answer> tag or label of a text holds; None if it has no mark."""
-    tags = list(ANSWER_TAG.finditer(text))
+    tags = list(P.ANSWER_TAG.finditer(text))
     text = text[tags[-1].end() :] if tags else text
     answer, rest = last_box(text)
     if answer is None and tags:
         answer = text.partition("</")[0]
     if answer is None:
         return labelled(text[-LONGEST:])
-    later = LATER_LABEL.search(rest)
+    later = P.LATER_LABEL.search(rest)
     said = labelled(rest[-LONGEST:]) if later else None
     said = in_one_spelling(said or "")
-    if HAS_NUMBER_OR_OPTION.search(said) and not re.match(WORD, said):
+    if P.HAS_NUMBER_OR_OPTION.search(said) and not re.match(P.WORD, said):
         return said
     inside = labelled(in_one_spelling(answer[-LONGEST:]))
     return answer if inside is None else inside
@@ -111,12 +85,12 @@ def marked_answer(text: str) -> str | None:
 
 def labelled(text: str) -> str | None:
     """Return the answer behind the last label of a text; None if it has no label."""
-    labels = list(re.finditer(LABEL, text))
+    labels = list(re.finditer(P.LABEL, text))
     if not labels:
         return None
-    sentence = SENTENCE.match(text, labels[-1].end())[0]
+    sentence = P.SENTENCE.match(text, labels[-1].end())[0]
     sentence = re.sub(r"(?<=[\w*])!+[\s*_]*$", "", sentence)  # outside of $...$ no factorial
-    return re.split(REASON, spelled(sentence))[0]
+    return re.split(P.REASON, spelled(sentence))[0]
 
 
 def last_box(text: str) -> tuple[str | None, str]:
@@ -125,7 +99,7 @@ def last_box(text: str) -> tuple[str | None, str]:
     The content is "" if the box is empty, never closes or is a part of a larger expression. It is
     None if there is no box, or only an empty one that a sentence mentions.
     """
-    boxes = list(re.finditer(BOX, text))
+    boxes = list(re.finditer(P.BOX, text))
     while boxes:
         box = boxes.pop()
         content, end = content_of(box)
@@ -138,7 +112,7 @@ def last_box(text: str) -> tuple[str | None, str]:
                 return "", ""
             return joined, text[end:]
         before = text[max(0, box.start() - CONTEXT) : box.start()]
-        if box[1] and not re.search(BOXES["mentioned"], before):
+        if box[1] and not re.search(P.BOX_MENTIONED, before):
             return "", ""
     return None, ""
 
@@ -150,13 +124,13 @@ def with_earlier(content: str, box: re.Match, boxes: list[re.Match]) -> tuple[st
     for earlier in reversed(boxes):
         part, end = content_of(earlier)
         between = text[end:start]
-        if not in_one_spelling(part or "") or not JOINED.fullmatch(between):
+        if not in_one_spelling(part or "") or not P.JOINED.fullmatch(between):
             break
         parts.add(part)
         start, joined = earlier.start(), part + between + joined
     if len(parts) == 1:
         return content, start
-    name = re.search(rf"(?<![A-Za-z\\]){NAMED_AS}[$\s]*$", text[max(0, start - CONTEXT) : start])
+    name = re.search(P.NAMED_AT_END, text[max(0, start - CONTEXT) : start])
     return (name[0] if name else "") + joined, start
 
 
@@ -177,27 +151,33 @@ def is_alone(content: str, before: str, after: str) -> bool:
     one, as in `-\boxed{5}`, from the texts before and after it."""
     if re.search(r"(?<!\\)\\$", before):
         before = before[:-1]  # some write \\boxed
-    around = DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), before + BOX_PLACE + after)
-    line = next(line for line in around.split("\n") if BOX_PLACE in line)
-    if re.search(BOXES["of another value"], line):
+    around = P.DISPLAY.sub(
+        lambda shown: shown[0].replace("\n", " "), before + P.BOX_PLACE.pattern + after
+    )
+    line = next(line for line in around.split("\n") if P.BOX_PLACE.pattern in line)
+    if re.search(P.BOX_OF_ANOTHER_VALUE, line):
         return False
     if re.fullmatch(r"\([A-J]\)", in_one_spelling(content[:LONGEST])):
-        line = line.partition(BOX_PLACE)[0] + BOX_PLACE  # an option, and behind it what it says
-    line = re.sub(BOXES["edges of formulas"], " ; ", re.sub(BOXES["dash or bullet"], r"\1", line))
-    part = next(part for part in re.split(BETWEEN, f" {spelled(line)} ") if BOX_PLACE in part)
+        line = (
+            line.partition(P.BOX_PLACE.pattern)[0] + P.BOX_PLACE.pattern
+        )  # an option, and behind it what it says
+    line = re.sub(P.BOX_EDGES_OF_FORMULAS, " ; ", re.sub(P.BOX_DASH_OR_BULLET, r"\1", line))
+    part = next(
+        part for part in re.split(P.BETWEEN, f" {spelled(line)} ") if P.BOX_PLACE.pattern in part
+    )
     part = " ".join(part.split()).strip(" ,'\"*_`#").rstrip(".:;").removesuffix(" -")
     same = re.escape(in_one_spelling(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
-    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{BOXES['alone']}", part))
+    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{P.BOX_ALONE.pattern}", part))
 
 
 def last_number(text: str) -> str:
     """Return the last part between words that has a number or an option, or "". Only the last 20
     lines that may have one are read."""
-    lines = [line for line in text.split("\n") if HAS_NUMBER_OR_OPTION.search(line)]
+    lines = [line for line in text.split("\n") if P.HAS_NUMBER_OR_OPTION.search(line)]
     for line in reversed(lines[-20:]):
-        line = re.sub(NEGATED, "", spelled(line))
-        parts = re.split(CLAUSE_END, line) if re.search(f"{WORD}|#", line) else [line]
-        named = [part for part in parts if HAS_NUMBER_OR_OPTION.search(part)]
+        line = re.sub(P.NEGATED, "", spelled(line))
+        parts = re.split(P.CLAUSE_END, line) if re.search(P.WORD_OR_HASH, line) else [line]
+        named = [part for part in parts if P.HAS_NUMBER_OR_OPTION.search(part)]
         if named:
             return named[-1]
     return ""
@@ -211,60 +191,16 @@ def fraction(number: re.Match) -> str:
     return rf"\frac{{{above}}}{{{10 ** len(decimals) * (10 ** len(cycle) - 1)}}}"
 
 
-SPELLINGS = [  # (pattern, replacement), applied in this order, wherever they match
-    # 10⁻⁸, which the steps before this list have turned into 10^{-}^{8}
-    (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
-    # An array in brackets is a matrix. The rows of a system are a list, which & only aligns.
-    (r"([(\[|] ?\\begin\{)array\} ?\{[^{}]*\}(.*?\\end\{)array\}", r"\1matrix}\2matrix}"),
-    (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),
-    (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
-    # <= and >= of programs, and != unless it is a factorial and =
-    (r"<=(?!>)", r"\\le "),
-    (r"(?<!=)>=", r"\\ge "),
-    (r"\s!=|(?<![\d)}!])!=", r" \\ne "),
-    (r"\s*,?\s*&?\s*={1,2}\s*&?", " = "),
-    # 1,\! 000 is one number
-    (r",\s*\\!\s*|(?<=\d),?\\_(?=\d{3})", ","),
-    (r"\\left\\\{(?=.*\\right\.)|\\right\.|\\!|\\(?:(?:text)?color|hspace)\s*\{[^{}]*\}", ""),
-    # A single $ before a number is a currency; others surround formulas.
-    (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
-    (r"(?<!\\)(?:\$|\\[\[\](),;: ])|~|\\q?quad(?![A-Za-z])", " "),
-    (r"\\operatorname\*?\s*\{(\w+)\}(?=\s*[({\\\w])", r"\\\1"),
-    (rf"\\(?:{TEXT_MACROS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", r" \1 "),
-    # pi, as \pi; 5 million, as 5 \times 10^{6}
-    (r"\\?[A-Za-z]+|&[lg]t;", lambda name: NAMES.get(name[0], name[0])),
-    (r"(?<=[\d}])\s*[A-Za-z]+", lambda word: FACTORS.get(word[0].strip().lower(), word[0])),
-    (r"\{([,:])\}", r"\1"),
-    (r"(?:\bsq(?:uare)?\.?\s+(?!root)|平方)([^\W\d_]+)", r"\1^2"),
-    (r"(?<![-\w])(?:minus|negative)\s+(?=[\d.\\(])", "-"),
-    (r"(?a:(?<=[\w)}\]])\*\*(?=[\w({\\-]))", "^"),
-    (r"\*\*", ""),
-    (r"(?:\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+)\s*", r"\\ldots "),
-    (r"\^\s*\{?\s*\\circ\s*\}?\s*", r"^\\circ "),
-    (r"\\?%\s*", r"\\% "),
-    (r"\\sqrt\s*(\[\d\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
-    # 0.1\overline{6}, 0.1(6) and 0.1\dot6
-    (TABLES["repeating decimal"], fraction),
-    # 2e4, which would be Euler's e; 3 and 1/2; 3 1/2
-    (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d)", r"\1 \\times 10^{\2}"),
-    (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),
-    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?!\.?\d)", r"\1\\frac{\2}{\3}"),
-]
-EDGES = [  # of an answer: what may stand before and after it
-    # A brace that nothing opens, Markdown, quotes and punctuation, tags of any name
-    (r"^([^{}]*)\}[\s.]*$", r"\1"),
-    (r"^[\s*_`'\",;:=]+|[\s*_`\".,;:\\]*$", ""),
-    (r"^(?:<\|?/?[A-Za-z][\w ]*\|?>\s*)+|(?:\s*<\|?/?[A-Za-z][\w ]*\|?>)+$", ""),
-    (r"^\{([^{}]*)\}$", r"\1"),
-    # ]0,1[ and [0,1[
-    (r"^\]([^\[\]]+)[,;]([^\[\]]+)(?=[\[\]]$)", r"(\1,\2"),
-    (r"^([(\[][^\[\]]+)[,;]([^\[\]]+)\[$", r"\1,\2)"),
-    # 3.14...; \sqrt{2} \approx 1.4; about 3, option **C
-    (r"^(\d*\.\d+)\s*\\ldots\s*$|(?<=[\d}])\s*\\approx.*$", r"\1"),
-    (rf"^\s*(?:(?:{TABLES['neutral']}|\\?approx\w*)[\s*:]*)+", ""),
-    # $5 as 5 $
-    (r"^\s*([-+]?)\s*(?:US\s*)?(\\\$|[¢-¥₠-₿]|USD|Rs\b)\.?\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),
-]
+REWRITERS = {
+    "NAMES": lambda name: NAMES.get(name[0], name[0]),  # pi, as \pi
+    "FACTORS": lambda word: FACTORS.get(word[0].strip().lower(), word[0]),  # 5 million
+    "FRACTION": fraction,
+}
+SPELLINGS, EDGES = [], []
+for rules, name in ((SPELLINGS, "SPELLINGS"), (EDGES, "EDGES")):
+    for pattern, new in GRAMMAR["rules"][name]:
+        pattern = re.compile(filled(pattern).pattern, re.DOTALL)
+        rules.append((pattern, REWRITERS.get(new, new)))
 
 
 def spelled(text: str) -> str:
@@ -275,7 +211,7 @@ def spelled(text: str) -> str:
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
     text = " ".join(text.split())
     for pattern, new in SPELLINGS:
-        text = re.sub(pattern, new, text, flags=re.DOTALL)
+        text = pattern.sub(new, text)
     return text
 
 
@@ -284,5 +220,5 @@ def in_one_spelling(text: str) -> str:
     """Rewrite an answer in one spelling, without what stands at its edges."""
     text = spelled(text)
     for pattern, new in EDGES:
-        text = re.sub(pattern, new, text, flags=re.DOTALL)
+        text = pattern.sub(new, text)
     return text.strip()

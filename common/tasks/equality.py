@@ -9,37 +9,11 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 from math_verify.grader import is_equation, take_first_relation, take_last_relation, verify
 from math_verify.parser import should_treat_as_complex
 
-from common.tasks.answers import TABLES
+from common.tasks.answers import TABLES, UNIT_OF, P
 
-UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
-KNOWN = "|".join(map(re.escape, UNIT_OF))
-# A word that changes the value before it (million, "or more") does not count as a unit.
-CHANGES = rf"(?i:[^\W\d_]*(?:{TABLES['changes']})|(?:{TABLES['changing words']})(?![^\W\d_]))"
-LETTERS = r"(?<=[\s/-])(?=[A-Za-z]*[aeiou])[A-Za-z]{3,}|[^\W\d_]*[^\x00-\x7f\W\d_][^\W\d_]*"
-NAME = rf"((?:{KNOWN})s?(?![A-Za-z])|(?!{CHANGES})(?:{LETTERS}))(?:\s*\^\s*\{{?(-?\d)\}}?)?"
-# "/" or "per", a name, its power
-FACTOR = rf"\s*(?:\\cdot|(?<=[a-z])-)?\s*(/|per\s|)\s*(?:(?:{TABLES['prepositions']})\s+)*{NAME}"
-# A unit after a value, of one letter (5 m) only after a space; or the base of a numeral.
-UNIT = re.compile(rf"(?<=[\d}})\s.])\s*(?!(?<!\s)[A-Za-z]\b)((?:{FACTOR})++|_\{{?\d+\}}?)$")
 PERCENT = Counter({"%": 1})
 # A value, the place of its last decimal (0 without decimals), and how many digits were written.
 Number = namedtuple("Number", "value place digits", defaults=(0, 0))
-# 1,234.5 and 1.6 \times 10^{-19}
-DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|[1-9]\d?(?:,\d\d)+,\d{3}|\d+\.?\d*|\.\d+"
-POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
-PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
-# (C), C. five, E: A risk score; but no second option behind it
-SECOND = r"(?:.*(?:\b(?:or|and)\b|[,/&;]))?\s*\(?[A-J]\b(?! [a-z])|.*\b[A-J][.:)]"
-OPTION = re.compile(rf"\(?([A-J])(?:\)|\s?[.:]\s|$)\s*(?!{SECOND})(.*)")
-# Products in which the order may matter: of points, digits or matrices
-CAPITALS = r"(?:[A-Z](?:\^\{?(?:-1|T)\}?)?){2,}"
-DECIMAL_COMMA = r"-?(?:\d+,(?!\d{3}$)|0,)\d+"
-# Compared only as texts: words, times, ratios of three, derivatives, and what has dots; numbers
-# side by side (but not 10 000), dates, scores (3-2), formulas and labels (CO2): no products.
-LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
-SIDE_BY_SIDE = r".*(?<![\d._^])[\d.]+(?: (?!\d{3}(?!\d))| {2,})\d.*"
-TEXT_ONLY = rf"{SIDE_BY_SIDE}|{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'"
-TEXT_ONLY += r"|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 CASED = ConversionConfig(lowercase_symbols=False)
 
@@ -50,7 +24,7 @@ def answers_equal(gold: str, answer: str) -> bool:
     gold, answer = (re.sub(r"^[^=]*=\s*(?=\d+:\d)", "", text) for text in (gold, answer))
     if as_text(gold) == as_text(answer):
         return True
-    option, said_option = OPTION.fullmatch(gold), OPTION.fullmatch(answer)
+    option, said_option = P.OPTION.fullmatch(gold), P.OPTION.fullmatch(answer)
     if option and said_option:  # their letters decide, and numbers behind them
         counts = re.search(r"\d", option[2]) and said_option[2]
         return option[1] == said_option[1] and (
@@ -60,7 +34,7 @@ def answers_equal(gold: str, answer: str) -> bool:
         return answers_equal(option[2], answer)
     if said_option and said_option[2]:
         return answers_equal(gold, said_option[2])
-    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(DECIMAL_COMMA, answer):
+    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(P.DECIMAL_COMMA, answer):
         answer = answer.replace(",", ".")
     value, unit = value_and_unit(gold)
     said, said_unit = value_and_unit(answer)
@@ -75,8 +49,8 @@ def answers_equal(gold: str, answer: str) -> bool:
         return not differ and (
             answers_equal(share, said_share) or (not small and answers_equal(value, said))
         )
-    capitals = re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer)
-    if capitals or re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
+    capitals = re.fullmatch(P.CAPITALS, gold) and re.fullmatch(P.CAPITALS, answer)
+    if capitals or re.fullmatch(P.TEXT_ONLY, gold) or re.fullmatch(P.TEXT_ONLY, answer):
         return False
     return values_equal(expression_of(gold), expression_of(answer))
 
@@ -84,14 +58,14 @@ def answers_equal(gold: str, answer: str) -> bool:
 def value_and_unit(text: str) -> tuple[str, Counter | str]:
     """Split a written text into its value and its unit: names with powers, or a numeral's base.
     Any noun is a unit (5 apples), but not a variable (5x, 5 n) or a word that changes the value."""
-    match = UNIT.search(text)
+    match = P.UNIT.search(text)
     if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
         return text, ""
     value = text[: match.start()].strip()
     if match[1].startswith("_"):
         return value, match[1].strip("_{}")
     powers = Counter()
-    for per, word, power in re.compile(FACTOR).findall(text, match.start(1)):
+    for per, word, power in P.FACTOR.findall(text, match.start(1)):
         singular = re.sub(r"(?<=\w{3})s$", "", word.lower())
         unit = UNIT_OF.get(word, UNIT_OF.get(singular, singular))
         powers[unit] += int(power or 1) * (-1 if per else 1)
@@ -126,7 +100,7 @@ def digits_agree(gold: Number, answer: Number) -> bool:
 
 def expression_of(text: str) -> object:
     """Read a written text as a Number or a sympy object; raise if that is impossible."""
-    match = PLAIN.fullmatch(text)
+    match = P.PLAIN.fullmatch(text)
     if match:
         power = int(match[3] or match[4] or 0)
         whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")
