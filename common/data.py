@@ -4,9 +4,9 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common.batch import Rollout
 from common.cli import BadInput, Flags, blame, key_values
 from common.clock import timed
-from common.tasks.answers import GRAMMAR, OPENING, TAG, P
+from common.tasks.answers import OPENING, TAG
 from common.tasks.rows import TOO_LONG, Prompt, Row, aside
 from common.tasks.sources import Source, source_for
 
@@ -82,23 +82,12 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     return [tag + text for tag, text in zip(opened, tokenizer.batch_decode(rows))]
 
 
-def name_unknown_tags(tokenizer: Tokenizer) -> None:
-    """Print the tags of the tokenizer and its template that seem to mark thoughts, but that the
-    table of thoughts in patterns.toml does not have."""
-    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-    seen = set(P.LIKE_A_THOUGHT.findall(f"{tokens} {tokenizer.chat_template}"))
-    known = "|".join(tag for pair in GRAMMAR["thoughts"]["KNOWN"] for tag in pair)
-    unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
-    if unknown:
-        how = "may mark thoughts, and common/tasks/patterns.toml does not list them"
-        aside(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
-
-
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
     prompts are too long are left out."""
-    name_unknown_tags(tokenizer)
-    source = source_for(args, bool(tokenizer.chat_template), fitting(args, tokenizer))
+    options = {"args": args, "tokenizer": tokenizer}
+    fits = partial(as_problem, instruction=args.instruction, **options)
+    source = source_for(args, bool(tokenizer.chat_template), fits)
     wrong = f"--task {args.task}: all prompts are {TOO_LONG}"
 
     def train(index: int) -> Problem:
@@ -106,13 +95,13 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
         rng = random.Random(f"instead/{args.seed}/{index}")
         place = index
         for _ in range(TRIED):
-            problem = as_problem(source.train(place), source.instruction, args, tokenizer)
+            problem = as_problem(source.train(place), "", source.instruction, **options)
             if problem:
                 return replace(problem, index=index)
             place = rng.randrange(2**31)
         raise BadInput(wrong)
 
-    first = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
+    first = (as_problem(row, "", source.instruction, **options) for row in source.held_out)
     held_out = list(islice(filter(None, first), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
@@ -124,31 +113,23 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
 
 def name_unknown_words(problems: list[Problem], tokenizer: Tokenizer) -> None:
     """Say how many tokens of the prompts are the unknown token, unless it has another use, too."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    ids = [token for problem in problems for token in problem.prompt_ids]
-    own = unknown is not None and unknown not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
-    if own and unknown in ids:
-        share = f"{ids.count(unknown)} of {len(ids)} tokens of the held-out prompts"
-        aside(f"--model: its tokenizer does not know {share}: it reads {tokenizer.unk_token}")
-
-
-def fitting(args: Flags, tokenizer: Tokenizer) -> Callable[[Row, str], bool]:
-    """Make the test whether a row's prompt fits, of the row and its place."""
-
-    def fits(row: Row, place: str) -> bool:
-        return as_problem(row, args.instruction, args, tokenizer, f"{place}--model") is not None
-
-    return fits
+    token = getattr(tokenizer, "unk_token", None)
+    ids = [one for problem in problems for one in problem.prompt_ids]
+    if token and token not in (tokenizer.eos_token, tokenizer.bos_token):
+        if unknown := ids.count(tokenizer.unk_token_id):
+            aside(f"--model: of {len(ids)} tokens of prompts {unknown} are {token}, unknown words")
 
 
 def as_problem(
-    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer, flag: str = "--model"
+    row: Row, where: str, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
     """Tokenise a row's prompt; None if it is too long or leaves too few positions to respond."""
     prompt, answer = row
-    ids = encode(prompt, instruction, tokenizer, flag, args.chat)
+    ids = encode(prompt, instruction, tokenizer, f"{where}--model", args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
-        raise BadInput(f"{flag}: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
+        raise BadInput(
+            f"{where}--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt"
+        )
     positions = getattr(tokenizer, "model_max_length", math.inf)
     if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None

@@ -89,9 +89,8 @@ def report(error: Exception, world: World) -> None:
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     elif world.size > 1 and re.search(LOST_RANK, str(error)):
-        message = "another rank has ended or cannot be reached, see its message or its exit code "
-        message += "below (-9: the system ended it, mostly for lack of main memory); go on with "
-        message += "--resume"
+        message = "another rank has ended: see its message, or its exit code below (-9: killed by "
+        message += "the system, mostly for lack of main memory); go on with --resume"
     else:
         traceback.print_exc()
         return

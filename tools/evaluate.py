@@ -18,12 +18,13 @@ import math
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
 from common.cli import BadInput, Count, Flags, Whole, blame, broken_rule
-from common.data import Problem, Task, as_problem, fitting, load_task, texts_of
+from common.data import Problem, Task, as_problem, load_task, texts_of
 from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
@@ -117,9 +118,9 @@ def load_sets(
             sets.append(Set(spec, task.held_out, task.verifier))
             continue
         columns = (args.prompt_column, args.answer_column)
-        rows = rows_of(spec, "test", *columns, fits=fitting(args, tokenizer))
-        problems = [as_problem(row, args.instruction, args, tokenizer) for row in rows]
-        sets.append(Set(spec, problems, math_verify))
+        how = {"instruction": args.instruction, "args": args, "tokenizer": tokenizer}
+        rows = rows_of(spec, "test", *columns, fits=partial(as_problem, **how))
+        sets.append(Set(spec, [as_problem(row, "", **how) for row in rows], math_verify))
     return sets, []
 
 

@@ -26,16 +26,19 @@ P = SimpleNamespace(UNITS=re.compile("|".join(map(re.escape, UNIT_OF))))  # patt
 
 def filled(pattern: str) -> re.Pattern:
     """Compile a pattern, with the patterns that it names as <<NAME>>."""
-    return re.compile(re.sub("<<([A-Z_]+)>>", lambda name: getattr(P, name[1]).pattern, pattern))
+    pattern = re.sub("<<([A-Z_]+)>>", lambda name: getattr(P, name[1]).pattern, pattern)
+    return re.compile(pattern, re.DOTALL)
 
 
 for name, pattern in GRAMMAR["patterns"].items():
     setattr(P, name, filled(pattern))
-# The tags that open and close a thought: those of known models, then any whose name says so
-THOUGHTS = []
+BOX_PLACE = P.BOX_PLACE.pattern
+THOUGHTS = []  # the tags that open and close one
 for opening, closing in GRAMMAR["thoughts"]["KNOWN"] + GRAMMAR["thoughts"]["BY_NAME"]:
     THOUGHTS.append((re.compile(opening, re.IGNORECASE), re.compile(closing, re.IGNORECASE)))
 OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
+SPELLINGS = [(filled(pattern), new) for pattern, new in GRAMMAR["rules"]["SPELLINGS"]]
+EDGES = [(filled(pattern), new) for pattern, new in GRAMMAR["rules"]["EDGES"]]
 TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], P.OTHER_TAGS.pattern])
 
 
@@ -74,10 +77,9 @@ def marked_answer(text: str) -> str | None:
         answer = text.partition("</")[0]
     if answer is None:
         return labelled(text[-LONGEST:])
-    later = P.LATER_LABEL.search(rest)
-    said = labelled(rest[-LONGEST:]) if later else None
-    said = in_one_spelling(said or "")
-    if P.HAS_NUMBER_OR_OPTION.search(said) and not re.match(P.WORD, said):
+    later = labelled(rest[-LONGEST:]) if P.LATER_LABEL.search(rest) else ""
+    said = in_one_spelling(later or "")
+    if P.HAS_NUMBER_OR_OPTION.search(said) and not P.WORD.match(said):
         return said
     inside = labelled(in_one_spelling(answer[-LONGEST:]))
     return answer if inside is None else inside
@@ -85,12 +87,12 @@ def marked_answer(text: str) -> str | None:
 
 def labelled(text: str) -> str | None:
     """Return the answer behind the last label of a text; None if it has no label."""
-    labels = list(re.finditer(P.LABEL, text))
+    labels = list(P.LABEL.finditer(text))
     if not labels:
         return None
     sentence = P.SENTENCE.match(text, labels[-1].end())[0]
     sentence = re.sub(r"(?<=[\w*])!+[\s*_]*$", "", sentence)  # outside of $...$ no factorial
-    return re.split(P.REASON, spelled(sentence))[0]
+    return P.REASON.split(spelled(sentence))[0]
 
 
 def last_box(text: str) -> tuple[str | None, str]:
@@ -99,7 +101,7 @@ def last_box(text: str) -> tuple[str | None, str]:
     The content is "" if the box is empty, never closes or is a part of a larger expression. It is
     None if there is no box, or only an empty one that a sentence mentions.
     """
-    boxes = list(re.finditer(P.BOX, text))
+    boxes = list(P.BOX.finditer(text))
     while boxes:
         box = boxes.pop()
         content, end = content_of(box)
@@ -112,7 +114,7 @@ def last_box(text: str) -> tuple[str | None, str]:
                 return "", ""
             return joined, text[end:]
         before = text[max(0, box.start() - CONTEXT) : box.start()]
-        if box[1] and not re.search(P.BOX_MENTIONED, before):
+        if box[1] and not P.BOX_MENTIONED.search(before):
             return "", ""
     return None, ""
 
@@ -130,7 +132,7 @@ def with_earlier(content: str, box: re.Match, boxes: list[re.Match]) -> tuple[st
         start, joined = earlier.start(), part + between + joined
     if len(parts) == 1:
         return content, start
-    name = re.search(P.NAMED_AT_END, text[max(0, start - CONTEXT) : start])
+    name = P.NAMED_AT_END.search(text[max(0, start - CONTEXT) : start])
     return (name[0] if name else "") + joined, start
 
 
@@ -151,20 +153,15 @@ def is_alone(content: str, before: str, after: str) -> bool:
     one, as in `-\boxed{5}`, from the texts before and after it."""
     if re.search(r"(?<!\\)\\$", before):
         before = before[:-1]  # some write \\boxed
-    around = P.DISPLAY.sub(
-        lambda shown: shown[0].replace("\n", " "), before + P.BOX_PLACE.pattern + after
-    )
-    line = next(line for line in around.split("\n") if P.BOX_PLACE.pattern in line)
-    if re.search(P.BOX_OF_ANOTHER_VALUE, line):
-        return False
     if re.fullmatch(r"\([A-J]\)", in_one_spelling(content[:LONGEST])):
-        line = (
-            line.partition(P.BOX_PLACE.pattern)[0] + P.BOX_PLACE.pattern
-        )  # an option, and behind it what it says
-    line = re.sub(P.BOX_EDGES_OF_FORMULAS, " ; ", re.sub(P.BOX_DASH_OR_BULLET, r"\1", line))
-    part = next(
-        part for part in re.split(P.BETWEEN, f" {spelled(line)} ") if P.BOX_PLACE.pattern in part
-    )
+        after = ""  # what an option says
+    around = before + BOX_PLACE + after
+    around = P.DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), around)
+    line = next(line for line in around.split("\n") if BOX_PLACE in line)
+    if P.BOX_OF_ANOTHER_VALUE.search(line):
+        return False
+    line = P.BOX_EDGES_OF_FORMULAS.sub(" ; ", P.BOX_DASH_OR_BULLET.sub(r"\1", line))
+    part = next(part for part in P.BETWEEN.split(f" {spelled(line)} ") if BOX_PLACE in part)
     part = " ".join(part.split()).strip(" ,'\"*_`#").rstrip(".:;").removesuffix(" -")
     same = re.escape(in_one_spelling(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
     return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{P.BOX_ALONE.pattern}", part))
@@ -175,8 +172,8 @@ def last_number(text: str) -> str:
     lines that may have one are read."""
     lines = [line for line in text.split("\n") if P.HAS_NUMBER_OR_OPTION.search(line)]
     for line in reversed(lines[-20:]):
-        line = re.sub(P.NEGATED, "", spelled(line))
-        parts = re.split(P.CLAUSE_END, line) if re.search(P.WORD_OR_HASH, line) else [line]
+        line = P.NEGATED.sub("", spelled(line))
+        parts = P.CLAUSE_END.split(line) if P.WORD_OR_HASH.search(line) else [line]
         named = [part for part in parts if P.HAS_NUMBER_OR_OPTION.search(part)]
         if named:
             return named[-1]
@@ -196,11 +193,13 @@ REWRITERS = {
     "FACTORS": lambda word: FACTORS.get(word[0].strip().lower(), word[0]),  # 5 million
     "FRACTION": fraction,
 }
-SPELLINGS, EDGES = [], []
-for rules, name in ((SPELLINGS, "SPELLINGS"), (EDGES, "EDGES")):
-    for pattern, new in GRAMMAR["rules"][name]:
-        pattern = re.compile(filled(pattern).pattern, re.DOTALL)
-        rules.append((pattern, REWRITERS.get(new, new)))
+
+
+def rewritten(text: str, rules: list) -> str:
+    """Apply rules, each a pattern and its replacement, in their order."""
+    for pattern, new in rules:
+        text = pattern.sub(REWRITERS.get(new, new), text)
+    return text
 
 
 def spelled(text: str) -> str:
@@ -209,16 +208,10 @@ def spelled(text: str) -> str:
         text = text.replace("\\\\", "\\")  # each backslash was written twice
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
     text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
-    text = " ".join(text.split())
-    for pattern, new in SPELLINGS:
-        text = pattern.sub(new, text)
-    return text
+    return rewritten(" ".join(text.split()), SPELLINGS)
 
 
 @lru_cache(16)  # one answer is asked for several times
 def in_one_spelling(text: str) -> str:
     """Rewrite an answer in one spelling, without what stands at its edges."""
-    text = spelled(text)
-    for pattern, new in EDGES:
-        text = pattern.sub(new, text)
-    return text.strip()
+    return rewritten(spelled(text), EDGES).strip()

@@ -91,12 +91,7 @@ def load_task_file(spec: str, source: str = "") -> object:
     file, name = TASK_FILE.fullmatch(spec).groups()
     file = os.path.realpath(file)  # its helpers are beside the file, not beside a link to it
     source = source or read_task_file(spec)
-    folder, root = Path(file).parent, Path(__file__).parents[2]
-    beside, ours = ({path.stem for path in place.iterdir()} for place in (folder, root))
-    both = beside & ours & set(re.findall(r"(?m)^\s*(?:from|import) +(\w+)", source))
-    if both and folder != root:
-        raise BadInput(f"--task {spec}: rename {min(both)} beside it, this repository has one, too")
-    sys.path.append(str(folder))  # last, so that a file beside it shadows no library
+    sys.path.append(str(Path(file).parent))  # last, so that a file beside it shadows no library
     module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would mean a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file

@@ -21,8 +21,6 @@ from common.tasks.reward import is_gradable
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What JSON makes of LaTeX written with one backslash: \frac, \beta, \times, \right
-CONTROL = re.compile(r"[\b\v\f]|\t(?:imes|ext|heta|frac|riangle|au)\b|\r(?:ight|ho|angle)\b")
 
 
 class Columns(NamedTuple):
@@ -78,7 +76,7 @@ def rows_of(
     prompt_column: str = "prompt",
     answer_column: str = "answer",
     judged: bool = False,
-    fits: Callable[[Row, str], bool] = lambda *_: True,
+    fits: Callable[[Row, str], object] = lambda *_: True,
 ) -> list[Row]:
     """Read the rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a
     file with the columns of a hub set (`gsm8k:my.jsonl`).
@@ -117,8 +115,8 @@ def rows_of(
     for reason, numbers in left_out.items():
         tell(spec, "left out", numbers, total, reason, len(numbers) == total)
     tell(spec, "compares word for word", prose, total, "with prose for an answer")
-    unread = [name for name in names if name not in (columns.prompt, columns.answer)]
-    unread = [name for name in unread if f"{name}." not in f"{columns.prompt} {columns.answer}"]
+    read = f" {columns.prompt}. {columns.answer}."
+    unread = [name for name in names if f" {name}." not in read]
     if unread and not columns.path:
         aside(f"{spec}: not read: {', '.join(sorted(unread))} (the model reads the prompt alone)")
     return rows
@@ -171,7 +169,6 @@ def as_prompt(prompt: object, bare: bool = False) -> Prompt:
             needs = f"a message needs a content (a text) and a role ({', '.join(ROLES)})"
             needs += "; rename ShareGPT's from, value and human"
             raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
-        turn["content"].encode()  # raises on half an emoji, which no tokenizer can read
         refuse_control(turn["content"])
         tag = P.TEMPLATE_TAGS.search(turn["content"])
         if tag and not bare:
@@ -192,10 +189,8 @@ def without_nulls(value: object) -> object:
 
 def refuse_control(text: str) -> None:
     """Raise ValueError if LaTeX has become control characters."""
-    found = CONTROL.search(text)
-    if found:
-        place = text[found.start() :][:20]
-        raise ValueError(f"{place!r}: LaTeX written with one backslash? JSON needs two")
+    if found := P.CONTROL.search(text):
+        raise ValueError(f"it has {found[0]!r}: LaTeX written with one backslash? JSON needs two")
 
 
 def as_text(answer: object) -> str:
@@ -207,7 +202,7 @@ def as_text(answer: object) -> str:
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # CSV files write a dict with single quotes
         raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
-    refuse_control(text)
+    refuse_control(str(answer))  # strip() drops some
     return text
 
 

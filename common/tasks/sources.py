@@ -41,7 +41,7 @@ class Source:
     reply_error: str = ""  # what the policy reads instead if a call fails
 
 
-def source_for(args: Flags, has_template: bool, fits: Callable[[Row, str], bool]) -> Source:
+def source_for(args: Flags, has_template: bool, fits: Callable[[Row, str], object]) -> Source:
     """Make the source that `--task` names. `has_template`: the tokenizer has a chat template.
     Rows of data sets that do not fit (`fits`) are left out."""
     is_file = bool(TASK_FILE.fullmatch(args.task))
@@ -128,7 +128,7 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     return source
 
 
-def of_sets(args: Flags, fits: Callable[[Row, str], bool]) -> Source:
+def of_sets(args: Flags, fits: Callable[[Row, str], object]) -> Source:
     """Turn a finite data set into an endless stream of seeded shuffles of its training rows.
 
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,

@@ -246,16 +246,6 @@ def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, t
     assert texts_of(packed([asked], [said]), tokenizer) == [text]
 
 
-def test_unknown_tags_of_thoughts_are_named(words, tmp_path, capsys):
-    """Those of the template and of the tokenizer are, but none that the table has."""
-    _, tokenizer = load_model(words)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '<ponder>' }}<think>"
-    tokenizer.add_tokens(["<deep_thought>", "</think>"], special_tokens=True)
-    load(write(tmp_path / "set.jsonl", numbered(8)), tokenizer, instruction="")
-    said = capsys.readouterr().out
-    assert "<deep_thought>, <ponder>" in said and "think>" not in said
-
-
 USER = {"role": "user", "content": "2+2?"}
 AS_TEXT = "its prompt is a text that holds messages"
 DEEP = f'{{"prompt": "x", "answer": {"[" * 50_000}{"]" * 50_000}}}'
@@ -289,7 +279,9 @@ MALFORMED = [  # the third row, and what is said of it
     (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
-    ({"prompt": "half an emoji: \ud83d", "answer": 1}, "surrogates not allowed"),
+    (of("\frac{1}{2}"), "LaTeX written with one backslash"),
+    ({"prompt": "x \times 2?", "answer": 1}, "LaTeX written with one backslash"),
+    ('{"prompt": "x", "answer": 1, "answer": 2}', "a key twice"),
     ({"prompt": 7, "answer": 1}, TURNS),
     (asked(), QUESTION),
     (asked("2+2?"), TURNS),
