@@ -127,9 +127,8 @@ def as_problem(
     prompt, answer = row
     ids = encode(prompt, instruction, tokenizer, f"{where}--model", args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
-        raise BadInput(
-            f"{where}--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt"
-        )
+        token = tokenizer.decode(max(ids))
+        raise BadInput(f"{where}--model: has no embedding for {token!r} in a prompt")
     positions = getattr(tokenizer, "model_max_length", math.inf)
     if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None

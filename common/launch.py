@@ -88,7 +88,7 @@ def report(error: Exception, world: World) -> None:
         message = f"--compile fails: go on with --resume, without it ({in_one_line(error)})"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
-    elif world.size > 1 and re.search(LOST_RANK, str(error)):
+    elif isinstance(error, RuntimeError) and world.size > 1 and re.search(LOST_RANK, str(error)):
         message = "another rank has ended: see its message, or its exit code below (-9: killed by "
         message += "the system, mostly for lack of main memory); go on with --resume"
     else:

@@ -21,25 +21,25 @@ SYMBOLS = str.maketrans(TABLES["symbols"]) | INVISIBLE | DASHES
 NAMES, FACTORS = TABLES["names"], TABLES["factors"]
 UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
 CONTEXT = 150  # characters before and after a box, which show whether it is alone
-P = SimpleNamespace(UNITS=re.compile("|".join(map(re.escape, UNIT_OF))))  # patterns.toml
+PATTERN = SimpleNamespace(UNITS=re.compile("|".join(map(re.escape, UNIT_OF))))  # patterns.toml
 
 
 def filled(pattern: str) -> re.Pattern:
     """Compile a pattern, with the patterns that it names as <<NAME>>."""
-    pattern = re.sub("<<([A-Z_]+)>>", lambda name: getattr(P, name[1]).pattern, pattern)
+    pattern = re.sub("<<([A-Z_]+)>>", lambda name: getattr(PATTERN, name[1]).pattern, pattern)
     return re.compile(pattern, re.DOTALL)
 
 
 for name, pattern in GRAMMAR["patterns"].items():
-    setattr(P, name, filled(pattern))
-BOX_PLACE = P.BOX_PLACE.pattern
+    setattr(PATTERN, name, filled(pattern))
+BOX_PLACE = PATTERN.BOX_PLACE.pattern
 THOUGHTS = []  # the tags that open and close one
 for opening, closing in GRAMMAR["thoughts"]["KNOWN"] + GRAMMAR["thoughts"]["BY_NAME"]:
     THOUGHTS.append((re.compile(opening, re.IGNORECASE), re.compile(closing, re.IGNORECASE)))
 OPENING = "|".join(opening.pattern for opening, _ in THOUGHTS)
 SPELLINGS = [(filled(pattern), new) for pattern, new in GRAMMAR["rules"]["SPELLINGS"]]
 EDGES = [(filled(pattern), new) for pattern, new in GRAMMAR["rules"]["EDGES"]]
-TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], P.OTHER_TAGS.pattern])
+TAG = "|".join([OPENING, *[closing.pattern for _, closing in THOUGHTS], PATTERN.OTHER_TAGS.pattern])
 
 
 @lru_cache(1)  # a worker calls it twice for each response
@@ -70,16 +70,16 @@ def after_thoughts(text: str) -> str:
 
 def marked_answer(text: str) -> str | None:
     """Return what the last box, <answer> tag or label of a text holds; None if it has no mark."""
-    tags = list(P.ANSWER_TAG.finditer(text))
+    tags = list(PATTERN.ANSWER_TAG.finditer(text))
     text = text[tags[-1].end() :] if tags else text
     answer, rest = last_box(text)
     if answer is None and tags:
         answer = text.partition("</")[0]
     if answer is None:
         return labelled(text[-LONGEST:])
-    later = labelled(rest[-LONGEST:]) if P.LATER_LABEL.search(rest) else ""
+    later = labelled(rest[-LONGEST:]) if PATTERN.LATER_LABEL.search(rest) else ""
     said = in_one_spelling(later or "")
-    if P.HAS_NUMBER_OR_OPTION.search(said) and not P.WORD.match(said):
+    if PATTERN.HAS_NUMBER_OR_OPTION.search(said) and not PATTERN.WORD.match(said):
         return said
     inside = labelled(in_one_spelling(answer[-LONGEST:]))
     return answer if inside is None else inside
@@ -87,12 +87,12 @@ def marked_answer(text: str) -> str | None:
 
 def labelled(text: str) -> str | None:
     """Return the answer behind the last label of a text; None if it has no label."""
-    labels = list(P.LABEL.finditer(text))
+    labels = list(PATTERN.LABEL.finditer(text))
     if not labels:
         return None
-    sentence = P.SENTENCE.match(text, labels[-1].end())[0]
+    sentence = PATTERN.SENTENCE.match(text, labels[-1].end())[0]
     sentence = re.sub(r"(?<=[\w*])!+[\s*_]*$", "", sentence)  # outside of $...$ no factorial
-    return P.REASON.split(spelled(sentence))[0]
+    return PATTERN.REASON.split(spelled(sentence))[0]
 
 
 def last_box(text: str) -> tuple[str | None, str]:
@@ -101,7 +101,7 @@ def last_box(text: str) -> tuple[str | None, str]:
     The content is "" if the box is empty, never closes or is a part of a larger expression. It is
     None if there is no box, or only an empty one that a sentence mentions.
     """
-    boxes = list(P.BOX.finditer(text))
+    boxes = list(PATTERN.BOX.finditer(text))
     while boxes:
         box = boxes.pop()
         content, end = content_of(box)
@@ -114,7 +114,7 @@ def last_box(text: str) -> tuple[str | None, str]:
                 return "", ""
             return joined, text[end:]
         before = text[max(0, box.start() - CONTEXT) : box.start()]
-        if box[1] and not P.BOX_MENTIONED.search(before):
+        if box[1] and not PATTERN.BOX_MENTIONED.search(before):
             return "", ""
     return None, ""
 
@@ -126,13 +126,13 @@ def with_earlier(content: str, box: re.Match, boxes: list[re.Match]) -> tuple[st
     for earlier in reversed(boxes):
         part, end = content_of(earlier)
         between = text[end:start]
-        if not in_one_spelling(part or "") or not P.JOINED.fullmatch(between):
+        if not in_one_spelling(part or "") or not PATTERN.JOINED.fullmatch(between):
             break
         parts.add(part)
         start, joined = earlier.start(), part + between + joined
     if len(parts) == 1:
         return content, start
-    name = P.NAMED_AT_END.search(text[max(0, start - CONTEXT) : start])
+    name = PATTERN.NAMED_AT_END.search(text[max(0, start - CONTEXT) : start])
     return (name[0] if name else "") + joined, start
 
 
@@ -156,25 +156,25 @@ def is_alone(content: str, before: str, after: str) -> bool:
     if re.fullmatch(r"\([A-J]\)", in_one_spelling(content[:LONGEST])):
         after = ""  # what an option says
     around = before + BOX_PLACE + after
-    around = P.DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), around)
+    around = PATTERN.DISPLAY.sub(lambda shown: shown[0].replace("\n", " "), around)
     line = next(line for line in around.split("\n") if BOX_PLACE in line)
-    if P.BOX_OF_ANOTHER_VALUE.search(line):
+    if PATTERN.BOX_OF_ANOTHER_VALUE.search(line):
         return False
-    line = P.BOX_EDGES_OF_FORMULAS.sub(" ; ", P.BOX_DASH_OR_BULLET.sub(r"\1", line))
-    part = next(part for part in P.BETWEEN.split(f" {spelled(line)} ") if BOX_PLACE in part)
+    line = PATTERN.BOX_EDGES_OF_FORMULAS.sub(" ; ", PATTERN.BOX_DASH_OR_BULLET.sub(r"\1", line))
+    part = next(part for part in PATTERN.BETWEEN.split(f" {spelled(line)} ") if BOX_PLACE in part)
     part = " ".join(part.split()).strip(" ,'\"*_`#").rstrip(".:;").removesuffix(" -")
     same = re.escape(in_one_spelling(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
-    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{P.BOX_ALONE.pattern}", part))
+    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{PATTERN.BOX_ALONE.pattern}", part))
 
 
 def last_number(text: str) -> str:
     """Return the last part between words that has a number or an option, or "". Only the last 20
     lines that may have one are read."""
-    lines = [line for line in text.split("\n") if P.HAS_NUMBER_OR_OPTION.search(line)]
+    lines = [line for line in text.split("\n") if PATTERN.HAS_NUMBER_OR_OPTION.search(line)]
     for line in reversed(lines[-20:]):
-        line = P.NEGATED.sub("", spelled(line))
-        parts = P.CLAUSE_END.split(line) if P.WORD_OR_HASH.search(line) else [line]
-        named = [part for part in parts if P.HAS_NUMBER_OR_OPTION.search(part)]
+        line = PATTERN.NEGATED.sub("", spelled(line))
+        parts = PATTERN.CLAUSE_END.split(line) if PATTERN.WORD_OR_HASH.search(line) else [line]
+        named = [part for part in parts if PATTERN.HAS_NUMBER_OR_OPTION.search(part)]
         if named:
             return named[-1]
     return ""

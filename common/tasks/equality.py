@@ -9,7 +9,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 from math_verify.grader import is_equation, take_first_relation, take_last_relation, verify
 from math_verify.parser import should_treat_as_complex
 
-from common.tasks.answers import TABLES, UNIT_OF, P
+from common.tasks.answers import PATTERN, TABLES, UNIT_OF
 
 PERCENT = Counter({"%": 1})
 # A value, the place of its last decimal (0 without decimals), and how many digits were written.
@@ -24,7 +24,7 @@ def answers_equal(gold: str, answer: str) -> bool:
     gold, answer = (re.sub(r"^[^=]*=\s*(?=\d+:\d)", "", text) for text in (gold, answer))
     if as_text(gold) == as_text(answer):
         return True
-    option, said_option = P.OPTION.fullmatch(gold), P.OPTION.fullmatch(answer)
+    option, said_option = PATTERN.OPTION.fullmatch(gold), PATTERN.OPTION.fullmatch(answer)
     if option and said_option:  # their letters decide, and numbers behind them
         counts = re.search(r"\d", option[2]) and said_option[2]
         return option[1] == said_option[1] and (
@@ -34,7 +34,7 @@ def answers_equal(gold: str, answer: str) -> bool:
         return answers_equal(option[2], answer)
     if said_option and said_option[2]:
         return answers_equal(gold, said_option[2])
-    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(P.DECIMAL_COMMA, answer):
+    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(PATTERN.DECIMAL_COMMA, answer):
         answer = answer.replace(",", ".")
     value, unit = value_and_unit(gold)
     said, said_unit = value_and_unit(answer)
@@ -49,8 +49,8 @@ def answers_equal(gold: str, answer: str) -> bool:
         return not differ and (
             answers_equal(share, said_share) or (not small and answers_equal(value, said))
         )
-    capitals = re.fullmatch(P.CAPITALS, gold) and re.fullmatch(P.CAPITALS, answer)
-    if capitals or re.fullmatch(P.TEXT_ONLY, gold) or re.fullmatch(P.TEXT_ONLY, answer):
+    capitals = re.fullmatch(PATTERN.CAPITALS, gold) and re.fullmatch(PATTERN.CAPITALS, answer)
+    if capitals or re.fullmatch(PATTERN.TEXT_ONLY, gold) or re.fullmatch(PATTERN.TEXT_ONLY, answer):
         return False
     return values_equal(expression_of(gold), expression_of(answer))
 
@@ -58,14 +58,14 @@ def answers_equal(gold: str, answer: str) -> bool:
 def value_and_unit(text: str) -> tuple[str, Counter | str]:
     """Split a written text into its value and its unit: names with powers, or a numeral's base.
     Any noun is a unit (5 apples), but not a variable (5x, 5 n) or a word that changes the value."""
-    match = P.UNIT.search(text)
+    match = PATTERN.UNIT.search(text)
     if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
         return text, ""
     value = text[: match.start()].strip()
     if match[1].startswith("_"):
         return value, match[1].strip("_{}")
     powers = Counter()
-    for per, word, power in P.FACTOR.findall(text, match.start(1)):
+    for per, word, power in PATTERN.FACTOR.findall(text, match.start(1)):
         singular = re.sub(r"(?<=\w{3})s$", "", word.lower())
         unit = UNIT_OF.get(word, UNIT_OF.get(singular, singular))
         powers[unit] += int(power or 1) * (-1 if per else 1)
@@ -100,7 +100,7 @@ def digits_agree(gold: Number, answer: Number) -> bool:
 
 def expression_of(text: str) -> object:
     """Read a written text as a Number or a sympy object; raise if that is impossible."""
-    match = P.PLAIN.fullmatch(text)
+    match = PATTERN.PLAIN.fullmatch(text)
     if match:
         power = int(match[3] or match[4] or 0)
         whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")

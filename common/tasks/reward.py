@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from common.cli import BadInput, RunStopped, blame, say
-from common.tasks.answers import P, final_answer, in_one_spelling, marked_answer
+from common.tasks.answers import PATTERN, final_answer, in_one_spelling, marked_answer
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
 LARGEST = 2**24  # of rewards: float32, in which they are compared, rounds larger integers
@@ -69,7 +69,7 @@ def is_gradable(reference: str) -> bool:
     and no placeholder such as N/A."""
     gold = reference_answer(reference)
     answer = final_answer(rf"\boxed{{{gold}}}")
-    if not answer or P.NO_ANSWER.fullmatch(answer):
+    if not answer or PATTERN.NO_ANSWER.fullmatch(answer):
         return False
     return answer == in_one_spelling(gold)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import BadInput, blame, say
-from common.tasks.answers import P, content_of, in_one_spelling
+from common.tasks.answers import PATTERN, content_of, in_one_spelling
 from common.tasks.reward import is_gradable
 
 Prompt = str | list[dict]  # a text, or chat messages
@@ -41,7 +41,7 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 def boxed(solution: str) -> str:
     """Read the last \\boxed of a MATH solution; "" if it is empty, as in one row."""
-    boxes = list(P.BOX.finditer(solution))  # an earlier one would be a wrong reference
+    boxes = list(PATTERN.BOX.finditer(solution))  # an earlier one would be a wrong reference
     return (boxes and content_of(boxes[-1])[0]) or ""
 
 
@@ -144,7 +144,7 @@ def tell(spec: str, what: str, rows: list, number: int, why: str, refuse: bool =
 def is_prose(answer: str) -> bool:
     """Tell whether a reference begins with a word and has others."""
     answer = in_one_spelling(answer)
-    return bool(re.match(r"\W*[^\W\d_]{3}", answer)) and len(P.WORD.findall(answer)) > 1
+    return bool(re.match(r"\W*[^\W\d_]{3}", answer)) and len(PATTERN.WORD.findall(answer)) > 1
 
 
 def flat(row: dict, path: str = "") -> dict[str, object]:
@@ -170,10 +170,10 @@ def as_prompt(prompt: object, bare: bool = False) -> Prompt:
             needs += "; rename ShareGPT's from, value and human"
             raise ValueError(f"its prompt has {str(turn)[:80]}: {needs}")
         refuse_control(turn["content"])
-        tag = P.TEMPLATE_TAGS.search(turn["content"])
+        tag = PATTERN.TEMPLATE_TAGS.search(turn["content"])
         if tag and not bare:
             raise ValueError(f"its prompt has a chat template's {tag[0]}: store the question alone")
-        if P.MESSAGES_AS_TEXT.fullmatch(turn["content"]):
+        if PATTERN.MESSAGES_AS_TEXT.fullmatch(turn["content"]):
             raise ValueError("its prompt is a text that holds messages: store them as a list")
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
@@ -189,7 +189,7 @@ def without_nulls(value: object) -> object:
 
 def refuse_control(text: str) -> None:
     """Raise ValueError if LaTeX has become control characters."""
-    if found := P.CONTROL.search(text):
+    if found := PATTERN.CONTROL.search(text):
         raise ValueError(f"it has {found[0]!r}: LaTeX written with one backslash? JSON needs two")
 
 
