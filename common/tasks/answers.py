@@ -163,8 +163,10 @@ def is_alone(content: str, before: str, after: str) -> bool:
     line = PATTERN.BOX_EDGES_OF_FORMULAS.sub(" ; ", PATTERN.BOX_DASH_OR_BULLET.sub(r"\1", line))
     part = next(part for part in PATTERN.BETWEEN.split(f" {spelled(line)} ") if BOX_PLACE in part)
     part = " ".join(part.split()).strip(" ,'\"*_`#").rstrip(".:;").removesuffix(" -")
-    same = re.escape(in_one_spelling(content[:LONGEST]))  # "2 + 3 = 5 \boxed{5}" repeats it
-    return bool(re.fullmatch(rf"(?:\{{? ?(?:{same})? ?\}}?,? )*{PATTERN.BOX_ALONE.pattern}", part))
+    same = in_one_spelling(content[:LONGEST])  # "2 + 3 = 5 \boxed{5}" repeats it
+    head, _, tail = part.partition(BOX_PLACE)
+    head = "" if head.strip("{}, ") in ("", same) else head
+    return bool(PATTERN.BOX_ALONE.fullmatch(head + BOX_PLACE + tail))
 
 
 def last_number(text: str) -> str:

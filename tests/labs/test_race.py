@@ -58,7 +58,7 @@ def test_the_held_out_problems_stay_the_same():
     """Neither a noisy verifier nor uninformative prompts reach them."""
     _, tokenizer = load_model("tiny")
     args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="")
-    vars(args).update(chat=(), max_prompt_tokens=1024, max_new_tokens=64)
+    vars(args).update(chat=(), instruction="", max_prompt_tokens=1024, max_new_tokens=64)
     kinds, tasks = dict(KINDS), {}
     for name in ("none", "noisy verifier", "uninformative prompts"):
         names = ("main", "make_engine", "evaluate", "save_checkpoint")
