@@ -155,14 +155,16 @@ def split_equation(tree: object, other: object, is_gold: bool = False) -> tuple[
     if not is_equation(tree):
         return "", tree
     left = take_first_relation(tree).lhs
-    unsolved = len(left.free_symbols) == 1 or (is_gold and bool(left.free_symbols))
+    unsolved = len(left.free_symbols) == 1 or (is_gold and tree.free_symbols)
     if unsolved and not is_name(left) and not is_equation(other):
         return left, None
     return left, take_last_relation(tree).rhs
 
 
 def is_name(left: sympy.Basic) -> bool:
-    r"""Tell whether a left side only names a value: x, f(x), dy/dx, AB, |AB| or \angle ABC."""
+    r"""Tell whether a left side only names values: x, f(x), dy/dx, AB, |AB|, \angle ABC, (x, y)."""
+    if isinstance(left, sympy.Tuple):
+        return all(map(is_name, left))
     if isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef | sympy.Derivative):
         return True
     points = [str(symbol) for symbol in left.free_symbols]
