@@ -258,7 +258,7 @@ def main(args: Args, world: World) -> None:
         engine.sync(policy)
 
         # 5. Log the step; evaluate and save when it is time.
-        means.add(**rollout_metrics(rollout, G, task))
+        means.add(**rollout_metrics(rollout, G))
         metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

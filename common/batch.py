@@ -30,6 +30,7 @@ class Rollout:
         problem `[N]`           the number of the training problem
         rewards `[N]`           the verifier's rewards
         new_answer `[N]`        1.0 if no earlier response of the group has the same answer
+        judge_failed `[N]`      1.0 if the verifier failed on the response, which earns 0 then
     Every `main` writes, after the rewards:
         advantages `[N]`        Â of the whole response
     Every `main` writes, before the first optimiser step:

@@ -1,11 +1,12 @@
 """Tasks: prompts as text and tokens, answers and verifier. Rows and scoring come from `tasks/`."""
 
+import json
 import math
-import os
 import random
 import re
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, Flags, blame, key_values, say
+from common.cli import BadInput, Flags, blame, key_values
 from common.clock import timed
-from common.tasks.answers import OPENING, TABLES, TAG
-from common.tasks.rows import ROLES, Prompt, Row
+from common.tasks.answers import OPENING, TAG
+from common.tasks.rows import TOO_LONG, Prompt, Row, aside
 from common.tasks.sources import Source, source_for
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
@@ -43,23 +44,28 @@ class Task(Source):
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
         """Return the rewards `[P, G]` of G responses to each of P problems (P may be 0), and write
-        the rollout's columns `problem`, `rewards` and `new_answer`."""
+        the rollout's columns `problem`, `rewards`, `new_answer` and `judge_failed`."""
         texts = texts_of(rollout, self.tokenizer)
-        scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        answers = self.final(texts)
+        verdicts = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
+        answers = [verdict.answer for verdict in verdicts]
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
         new = [answer not in earlier for answer, earlier in zip(answers, groups)]
         on = rollout.mask.device
         numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long, device=on)
         rollout.problem = numbers.repeat_interleave(G)  # [N]
-        rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
-        rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
+        columns = {
+            "rewards": [verdict.score for verdict in verdicts],
+            "new_answer": new,
+            "judge_failed": [verdict.failure != "" for verdict in verdicts],
+        }
+        for name, values in columns.items():
+            setattr(rollout, name, torch.tensor(values, dtype=torch.float32, device=on))  # [N]
         return rollout.rewards.view(len(problems), G)  # [P, G]
 
 
 def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """Return the N responses as verifiers read them: without special tokens, except tags of
-    thoughts and answers (symbols.json).
+    thoughts and answers (patterns.toml).
 
     If the prompt ends with a tag that opens a thought, the text begins with it: the template has
     opened the thought, and an answer inside a thought that never closes must not be rewarded.
@@ -76,56 +82,53 @@ def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     return [tag + text for tag, text in zip(opened, tokenizer.batch_decode(rows))]
 
 
-def name_unknown_tags(tokenizer: Tokenizer) -> None:
-    """Print the tags of the tokenizer and its template that seem to mark thoughts, but that the
-    table of thoughts in symbols.json does not have."""
-    tokens = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-    seen = set(re.findall(TABLES["like a thought"], f"{tokens} {tokenizer.chat_template}"))
-    known = "|".join(tag for pair in TABLES["thoughts"] for tag in pair)
-    unknown = sorted(tag for tag in seen if not re.fullmatch(known, tag, re.IGNORECASE))
-    if unknown and os.environ.get("RANK", "0") == "0":
-        how = "may mark thoughts, and common/tasks/symbols.json does not list them"
-        say(f"--model: {', '.join(unknown)} {how}: look in samples.jsonl at what is judged")
-
-
 def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """Load the task that `--task` names, with up to `--eval_problems` held-out problems. Rows whose
     prompts are too long are left out."""
-    name_unknown_tags(tokenizer)
-    source = source_for(args, bool(tokenizer.chat_template))
-    for prompt, where in source.firsts:
-        encode(prompt, source.instruction, tokenizer, where, args.chat)
-    wrong = f"--task {args.task}: no prompt fits into --max_prompt_tokens {args.max_prompt_tokens}"
-    wrong += " and, with --max_new_tokens, into the model's positions"
+    options = {"args": args, "tokenizer": tokenizer}
+    fits = partial(as_problem, instruction=args.instruction, **options)
+    source = source_for(args, bool(tokenizer.chat_template), fits)
+    wrong = f"--task {args.task}: all prompts are {TOO_LONG}"
 
     def train(index: int) -> Problem:
         """Return problem `index`, or one chosen by `index` alone if that prompt is too long."""
         rng = random.Random(f"instead/{args.seed}/{index}")
         place = index
         for _ in range(TRIED):
-            problem = as_problem(source.train(place), source.instruction, args, tokenizer)
+            problem = as_problem(source.train(place), "", source.instruction, **options)
             if problem:
                 return replace(problem, index=index)
             place = rng.randrange(2**31)
         raise BadInput(wrong)
 
-    fitting = (as_problem(row, source.instruction, args, tokenizer) for row in source.held_out)
-    held_out = list(islice(filter(None, fitting), args.eval_problems))
+    first = (as_problem(row, "", source.instruction, **options) for row in source.held_out)
+    held_out = list(islice(filter(None, first), args.eval_problems))
     if not held_out:
         raise BadInput(wrong if source.held_out else f"--task {args.task}: no held-out problems")
     train(0)  # fails now if no training prompt fits
+    name_unknown_words(held_out, tokenizer)
     problems = {"train": train, "held_out": held_out, "tokenizer": tokenizer}
     return Task(**vars(source) | problems)
 
 
+def name_unknown_words(problems: list[Problem], tokenizer: Tokenizer) -> None:
+    """Say how many tokens of the prompts are the unknown token, unless it has another use, too."""
+    token = getattr(tokenizer, "unk_token", None)
+    ids = [one for problem in problems for one in problem.prompt_ids]
+    if token and token not in (tokenizer.eos_token, tokenizer.bos_token):
+        if unknown := ids.count(tokenizer.unk_token_id):
+            aside(f"--model: of {len(ids)} tokens of prompts {unknown} are {token}, unknown words")
+
+
 def as_problem(
-    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
+    row: Row, where: str, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
     """Tokenise a row's prompt; None if it is too long or leaves too few positions to respond."""
     prompt, answer = row
-    ids = encode(prompt, instruction, tokenizer, chat=args.chat)
+    ids = encode(prompt, instruction, tokenizer, f"{where}--model", args.chat)
     if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
-        raise BadInput(f"--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
+        token = tokenizer.decode(max(ids))
+        raise BadInput(f"{where}--model: has no embedding for {token!r} in a prompt")
     positions = getattr(tokenizer, "model_max_length", math.inf)
     if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None
@@ -155,20 +158,29 @@ def encode(
         turns = prompt
     elif instruction is not None and tokenizer.chat_template:
         turns = [{"role": "user", "content": text}]
+    elif instruction is not None:
+        text = PLAIN_PROMPT.format(prompt=text)
     with blame(f"{flag}: its tokenizer cannot write the prompt {text[:200]!r}"):
         if turns is not None:
             options = {"strftime_now": DATE.strftime} | options  # the same prompts tomorrow
             options |= {"tokenize": False, "add_generation_prompt": True}
             text = tokenizer.apply_chat_template(turns, **options)
-        elif instruction is not None:
-            text = PLAIN_PROMPT.format(prompt=text)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("no token left")
         if turns is None:
             special = tokenizer(text)["input_ids"]  # BOS in front, but maybe an EOS at the end
             return special[: special.index(ids[0])] + ids
-        for turn in turns:  # in other roles, templates drop thoughts and write calls as JSON
-            if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
-                raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
+        for turn in turns:
+            lost = [part for part in must_stay(turn) if part not in text]
+            if any(json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in lost):
+                what = "message" if turn["role"] != "assistant" else f"call of {lost[0]}"
+                raise ValueError(f"the chat template leaves out the {turn['role']}'s {what}")
         return ids  # the template has written the special tokens
+
+
+def must_stay(turn: dict) -> list[str]:
+    """List what a chat template must write of a message: its text, and the names of its calls. Of
+    the assistant's text it may drop thoughts."""
+    texts = [turn["content"].strip()] if turn["role"] != "assistant" else []
+    return texts + [call.get("function", call)["name"] for call in turn.get("tool_calls", [])]

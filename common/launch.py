@@ -22,6 +22,8 @@ from common.distributed import ALONE, SMALL, World, setup
 from common.model import parameters_of
 from common.model_files import EMBEDDED
 
+# What gloo and NCCL say if a peer is gone
+LOST_RANK = "Connection (reset|closed|refused)|remote process exited|Broken pipe"
 Stage = Callable[[Flags, World], None]
 # The flags whose right value depends on the model, and what people usually take.
 USUAL = {
@@ -86,6 +88,9 @@ def report(error: Exception, world: World) -> None:
         message = f"--compile fails: go on with --resume, without it ({in_one_line(error)})"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
+    elif isinstance(error, RuntimeError) and world.size > 1 and re.search(LOST_RANK, str(error)):
+        message = "another rank has ended: see its message, or its exit code below (-9: killed by "
+        message += "the system, mostly for lack of main memory); go on with --resume"
     else:
         traceback.print_exc()
         return

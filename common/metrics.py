@@ -12,7 +12,6 @@ from common.clock import timed
 from common.data import Task, texts_of
 from common.distributed import World, global_max, global_sum
 from common.rollout import Engine
-from common.tasks.reward import Verifier
 
 
 class Means:
@@ -96,12 +95,11 @@ def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     return metrics
 
 
-def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
+def rollout_metrics(rollout: Rollout, G: int) -> dict[str, tuple]:
     """Measure the sampled responses, in groups of G, and their rewards."""
     rewards = rollout.rewards.view(-1, G)  # [P, G]
     tokens = rollout.mask.sum()
     N = len(rollout)
-    killed = task.verifier.take_killed() if isinstance(task.verifier, Verifier) else 0
     return {
         "reward": (rewards.sum(), N),
         "distinct": (rollout.new_answer.sum(), len(rewards)),  # different answers in a group
@@ -109,7 +107,7 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
         "tokens": (tokens, "sum"),
-        "judge_killed": (killed, "sum"),
+        "judge_failed": (rollout.judge_failed.sum(), N),
     }
 
 
@@ -121,10 +119,10 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
     --eval_samples responses. `example` is the first problem with its greedy response, for
     samples.jsonl. Returns {} if a signal asks the run to stop.
     """
-    verifier = task.verifier
     problems = task.held_out[world.rank :: world.size]  # this rank's
     most = len(task.held_out[:: world.size])  # how many rank 0 has: no rank has more
     scored = {}  # sums of scores
+    judged = 0  # responses on which the verifier did not fail
     example = {}
     state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
@@ -140,16 +138,14 @@ def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
             rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
             texts = texts_of(rollout, task.tokenizer)
             answers = [problem.answer for problem in part for _ in range(n)]
-            scores = verifier(texts, answers)
-            scored[name] += sum(scores) / n
+            verdicts = task.verifier(texts, answers)
+            scored[name] += sum(verdict.score for verdict in verdicts) / n
+            judged += sum(not verdict.failure for verdict in verdicts)
             if name == "greedy" and world.rank == 0 and start == 0:
                 shown = {"prompt": part[0].prompt, "answer": part[0].answer}
-                example["example"] = shown | {"response": texts[0], "reward": scores[0]}
+                example["example"] = shown | {"response": texts[0], "reward": verdicts[0].score}
     engine.load_state_dict(state)  # so how often a run evaluates does not change what it samples
-    if isinstance(verifier, Verifier):
-        verifier.take_killed()  # so the next step's `judge_killed` counts only its own answers
-    scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
-    totals = global_sum(scored, world)
-    if totals.pop("works") == 0:  # all rewards would be 0, and there would be nothing to learn from
-        raise RunStopped(f"{verifier.spec or 'math-verify'}: fails on every answer")
+    totals = global_sum(scored | {"judged": judged}, world)
+    if totals.pop("judged") == 0:  # then all rewards in training would be 0, too
+        raise RunStopped(f"--task {task.name}: fails on every answer")
     return {name: total / len(task.held_out) for name, total in totals.items()} | example

@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from huggingface_hub.constants import ENDPOINT
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -31,8 +35,19 @@ def source_of(name: str, flag: str = "--model") -> str:
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
     unknown = "no such folder, and as a hub name neither cached nor within reach"
     with blame(f"{flag} {name}: {unknown}"):
-        cached_file(source, "config.json")
+        cached_file(source, "config.json", local_files_only=not hub_in_reach())
     return source
+
+
+def hub_in_reach() -> bool:
+    """Try once to reach the hub, which its library would try for a minute. Behind a proxy, leave it
+    to the library."""
+    hub = urlsplit(ENDPOINT)
+    with contextlib.suppress(OSError):
+        if not getproxies():
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=5).close()
+        return True
+    return False
 
 
 def why_unusable(folder: Path) -> str:
@@ -42,6 +57,8 @@ def why_unusable(folder: Path) -> str:
         return "holds model.safetensors and model.safetensors.index.json: remove the older weights"
     if any(name.startswith("adapter_") for name in files):
         return "holds an adapter: merge it into its model, or remove it"
+    if "chat_template.json" in files and "chat_template.jinja" not in files:
+        return "holds chat_template.json, which no tokenizer reads: save it as chat_template.jinja"
     return ""
 
 

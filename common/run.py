@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from common.data import Task
 from common.distributed import World, from_rank_0
 from common.logprobs import sampler_gap
 from common.metrics import Means, heat
-from common.records.checkpoint import how_to_continue
+from common.records.checkpoint import checkpoints, how_to_continue, step_of
 from common.records.curves import draw_run
 from common.records.files import append, new_folder, read_lines, saved_config, write
 from common.records.resume import checkpoint_to_resume, cut_back, folder_to_resume
@@ -274,6 +275,9 @@ class Run:
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
         self.say(f"greedy   {ending_of(summary)}", f"seconds  {summary['seconds']:.0f}")
+        step = summary["best_step"]
+        if summary["fell"] and step in map(step_of, checkpoints(self.folder)):
+            self.say(f"measure the best: python -m tools.evaluate {self.folder} --step {step}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if not acted:
             idle = f"{self.acted} has no value at any step: too few steps, or a flag turned it off"
@@ -285,4 +289,4 @@ class Run:
         if not equal and not any(acted):  # a null, which stands for NaN, does not count as acting
             self.say("", idle)
         if samples.is_file():
-            self.say(f"\nlook at it: python -m tools.page {self.folder}")
+            self.say(f"\nlook at it: python -m tools.page {shlex.quote(str(self.folder))}")

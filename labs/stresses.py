@@ -21,6 +21,7 @@ from common.distributed import World
 from common.launch import launch, parse
 from common.rollout import LAYER, ROUTERS
 from common.run import Run
+from common.tasks.reward import Verdict
 from common.tiny.arithmetic import KINDS
 from tools import arguments
 from torch import nn
@@ -107,13 +108,16 @@ def flip(verifier: Callable, share: float, seed: int) -> Callable:
     the same seed and call. A mark m becomes the call's best mark minus m: part marks work, too."""
     calls = 0
 
-    def flipped(completions: list[str], answers: list) -> list[float]:
+    def flipped(completions: list[str], answers: list) -> list[Verdict]:
         nonlocal calls
         calls += 1
         rng = random.Random(f"verdicts/{seed}/{calls}")
-        marks: list[float] = verifier(completions, answers)
-        best = max(marks, default=0.0) or 1.0
-        return [best - mark if rng.random() < share else mark for mark in marks]
+        verdicts = verifier(completions, answers)
+        best = max((verdict.score for verdict in verdicts), default=0.0) or 1.0
+        for place, verdict in enumerate(verdicts):
+            if rng.random() < share:
+                verdicts[place] = verdict._replace(score=best - verdict.score)
+        return verdicts
 
     return flipped
 

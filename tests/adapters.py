@@ -64,5 +64,5 @@ def reward(task: str, completion: str, answer: str) -> float:
     if task == "arithmetic":
         return arithmetic_reward(completion, answer)
     if task == "math":
-        return math_verifier()([completion], [answer])[0]
+        return math_verifier()([completion], [answer])[0].score
     raise ValueError(f"task {task!r}: use arithmetic or math")

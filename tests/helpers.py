@@ -26,6 +26,7 @@ import pytest
 from common.batch import Rollout
 from common.launch import launch
 from common.run import Run
+from common.tasks.reward import Verdict
 import torch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -176,6 +177,10 @@ def started(*words: object, **environment: str) -> subprocess.CompletedProcess:
 
 
 # What runs leave behind
+
+
+def scored(verdicts: list[Verdict]) -> list[float]:
+    return [verdict.score for verdict in verdicts]
 
 
 def metrics(folder: Path) -> list[dict]:

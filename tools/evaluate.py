@@ -1,4 +1,4 @@
-"""Measure the accuracy of a model or a run's newest checkpoint: avg@n, pass@k, 95% intervals.
+"""Measure the accuracy of a model or of a run's checkpoint: avg@n, pass@k, 95% intervals.
 
     python -m tools.evaluate runs/grpo-arithmetic-s1
     python -m tools.evaluate tiny --eval_problems 1000 --eval_samples 16
@@ -17,15 +17,15 @@ import argparse
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
-from common.cli import BadInput, Count, Flags, blame, broken_rule
+from common.cli import BadInput, Count, Flags, Whole, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
-from common.distributed import World, from_all, global_sum, shard
+from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.model import load_model
@@ -34,6 +34,7 @@ from common.records.files import as_lines, saved_config
 from common.rollout import make_engine
 from common.tasks.reward import Verifier
 from common.tasks.rows import rows_of
+from common.tasks.sources import Verify
 from common.tiny import arithmetic
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,6 +68,8 @@ class Args(Flags):
     """Length limit of a response (our choice)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model, float32 or bfloat16 (auto: bfloat16 on GPUs)."""
+    step: Whole = 0
+    """Step of a run's checkpoint (0: the newest)."""
     run_dir: str = ""
     """Folder for the responses (default: the run's, else runs/evaluations)."""
 
@@ -76,7 +79,7 @@ class Set(NamedTuple):
 
     name: str
     problems: list[Problem]
-    verifier: Callable[[list[str], list[str]], list[float]]
+    verifier: Verify
     task: Task | None = None  # the task, if these are its held-out problems
 
 
@@ -108,24 +111,17 @@ def load_sets(
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         return [Set(task.name, task.held_out, task.verifier, task)], [warning] if changed else []
-    sets, remarks, math_verify = [], [], Verifier()
+    sets, math_verify = [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.verifier))
             continue
-        rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
-        for row in tqdm(rows, "tokenising", leave=False, delay=3):
-            problem = as_problem(row, args.instruction, args, tokenizer)
-            if problem:
-                found.append(problem)
-        if not found:
-            raise BadInput(f"--eval_task {spec}: no prompt fits (--max_prompt_tokens)")
-        sets.append(Set(spec, found, math_verify))
-        if len(found) < len(rows):
-            dropped = len(rows) - len(found)
-            remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, left out")
-    return sets, remarks
+        columns = (args.prompt_column, args.answer_column)
+        how = {"instruction": args.instruction, "args": args, "tokenizer": tokenizer}
+        rows = rows_of(spec, "test", *columns, fits=partial(as_problem, **how))
+        sets.append(Set(spec, [as_problem(row, "", **how) for row in rows], math_verify))
+    return sets, []
 
 
 def engine_of(
@@ -140,22 +136,24 @@ def engine_of(
     return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, world)
 
 
-def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
-    """Load the weights of a run's newest checkpoint into the policy; return its step.
+def load_weights(folder: Path, policy: nn.Module, world: World, wanted: int = 0) -> int:
+    """Load the weights of a run's checkpoint (0: the newest) into the policy; return its step.
 
     Any algorithm may have written it, on any number of ranks.
     """
-    found = checkpoints(folder)
-    if not found:
-        raise BadInput(f"MODEL {folder}: no checkpoint")
-    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
-    what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
+    steps = {step_of(path): path for path in checkpoints(folder)}
+    step = wanted or max(steps, default=0)
+    if step not in steps:
+        raise BadInput(f"MODEL {folder}: no checkpoint of step {step}, has {sorted(steps)}")
+    checkpoint = steps[step]
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    what = f"MODEL {folder}: {checkpoint} is damaged or does not fit its model"
     with blame(what), first_failure():
         # If several models were saved together, the policy is the first one.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
-    return step_of(found[-1])
+    return step
 
 
 def main(args: Args, world: World) -> None:
@@ -176,7 +174,7 @@ def main(args: Args, world: World) -> None:
     engine, step = engine_of(args, config, lm, sets[0].task, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
-        step = load_weights(run, policy, world)
+        step = load_weights(run, policy, world, args.step)
         engine.sync(policy)
         del policy
     del lm
@@ -191,17 +189,17 @@ def main(args: Args, world: World) -> None:
     say(*head(args.eval_samples))
     bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     world.closing.callback(bar.close)
+    failed = 0
     for one in sets:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world, bar)
             say(line_of(rows, args.eval_samples))
+            failed += sum(sum(row["failed"]) for row in rows)
             if world.rank == 0:
                 with file.open("a", encoding="utf-8") as lines:
                     lines.write(as_lines(rows))
-    killed = sum(getattr(verifier, "killed", 0) for verifier in {one.verifier for one in sets})
-    killed = global_sum({"killed": killed}, world)["killed"]
-    if killed:
-        say(f"{killed:.0f} answers could not be scored, or broke the verifier's bounds: 0 points")
+    if failed:
+        say(f"{failed} answers could not be scored, or broke the verifier's bounds: 0 points")
     bar.close()
     say(f"responses and scores: {file}")
 
@@ -230,13 +228,15 @@ def measure(
         prompts = [p.prompt_ids for _, p in mine]
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
         texts = texts_of(rollout, tokenizer)
-        scores = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
+        verdicts = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
+        scores = [verdict.score for verdict in verdicts]
+        failed = [verdict.failure != "" for verdict in verdicts]
         lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
         for i, (number, p) in enumerate(mine):
             own = slice(i * n, (i + 1) * n)
             row = how | {"problem": number, "prompt": p.prompt, "answer": p.answer}
             row |= {"scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
-            rows.append(row | {"responses": texts[own]})
+            rows.append(row | {"failed": failed[own], "responses": texts[own]})
         bar.update(len(numbers))
     everyones = [row for part in from_all(rows) for row in part]
     return sorted(everyones, key=lambda row: row["problem"])

@@ -200,7 +200,7 @@ LOOP = """
 +        rollout.advantages = advantages(punished(rewards, rollout, args)).flatten()
 
 +        means.add(**draws.statistics(rollout))
-         means.add(**rollout_metrics(rollout, G, task))
+         means.add(**rollout_metrics(rollout, G))
 """
 advantages = justrl.advantages
 main = loop_of(justrl, globals(), LOOP)

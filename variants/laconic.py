@@ -133,7 +133,7 @@ LOOP = """
 +        rollout.advantages = advantages(charged).flatten()  # [N]
 
 +        means.add(**budget.statistics())
-         means.add(**rollout_metrics(rollout, G, task))
+         means.add(**rollout_metrics(rollout, G))
 """
 advantages = grpo.advantages
 measures = grpo.measures

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-LOST = 0.8  # times the best accuracy: a run that ends below this has fallen
+LOST = 0.8  # times the best accuracy, if it is positive: a run that ends below this has fallen
 
 
 def fell(accuracies: Sequence[float]) -> bool:
     """Tell whether a run with these held-out accuracies, in order, has fallen: it ends below LOST
-    times its best. This is the only definition of a fall (docs/glossary.md)."""
-    return accuracies[-1] < LOST * max(accuracies)
+    times its best, which must be positive. This is the only definition of a fall
+    (docs/glossary.md)."""
+    return max(accuracies) > 0 and accuracies[-1] < LOST * max(accuracies)
 
 
 def summary_of(lines: list[dict]) -> dict:
@@ -37,5 +38,8 @@ def equal_rewards(lines: Sequence[dict]) -> list[str]:
         return []
     mean = sum(line["reward"] for line in lines) / len(lines)
     hints = {0: ": is an answer found? See samples.jsonl", 1: ": the task is too easy"}
+    cut = sum(line["truncated"] for line in lines) / len(lines)
+    if cut > 0.9:
+        hints[0] = f": {cut:.0%} of the responses were cut at --max_new_tokens, raise it"
     equal = f"in {len(lines)} steps the rewards of every group were equal, {mean:.3g} on average"
     return [f"\nWARNING: nothing to learn from: {equal}{hints.get(mean, '')}"]

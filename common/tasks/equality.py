@@ -9,55 +9,35 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 from math_verify.grader import is_equation, take_first_relation, take_last_relation, verify
 from math_verify.parser import should_treat_as_complex
 
-from common.tasks.answers import TABLES
+from common.tasks.answers import PATTERN, TABLES, UNIT_OF
 
-UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
-KNOWN = "|".join(map(re.escape, UNIT_OF))
-# A word that changes the value before it (million, "or more") does not count as a unit.
-CHANGES = rf"(?i:[^\W\d_]*(?:{TABLES['changes']})|(?:{TABLES['changing words']})(?![^\W\d_]))"
-LETTERS = r"(?<=[\s/-])(?=[A-Za-z]*[aeiou])[A-Za-z]{3,}|[^\W\d_]*[^\x00-\x7f\W\d_][^\W\d_]*"
-NAME = rf"((?:{KNOWN})s?(?![A-Za-z])|(?!{CHANGES})(?:{LETTERS}))(?:\s*\^\s*\{{?(-?\d)\}}?)?"
-# "/" or "per", a name, its power
-FACTOR = rf"\s*(?:\\cdot|(?<=[a-z])-)?\s*(/|per\s|)\s*(?:(?:{TABLES['prepositions']})\s+)*{NAME}"
-# A unit after a value, of one letter (5 m) only after a space; or the base of a numeral.
-UNIT = re.compile(rf"(?<=[\d}})\s.])\s*(?!(?<!\s)[A-Za-z]\b)((?:{FACTOR})++|_\{{?\d+\}}?)$")
 PERCENT = Counter({"%": 1})
 # A value, the place of its last decimal (0 without decimals), and how many digits were written.
 Number = namedtuple("Number", "value place digits", defaults=(0, 0))
-# 1,234.5 and 1.6 \times 10^{-19}
-DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|[1-9]\d?(?:,\d\d)+,\d{3}|\d+\.?\d*|\.\d+"
-POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
-PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
-# (C), C. five, E: A risk score; but no second option behind it
-SECOND = r"(?:.*(?:\b(?:or|and)\b|[,/&;]))?\s*\(?[A-J]\b(?! [a-z])|.*\b[A-J][.:)]"
-OPTION = re.compile(rf"\(?([A-J])(?:\)|\s?[.:]\s|$)\s*(?!{SECOND})(.*)")
-# Products in which the order may matter: of points, digits or matrices
-CAPITALS = r"(?:[A-Z](?:\^\{?(?:-1|T)\}?)?){2,}"
-DECIMAL_COMMA = r"-?(?:\d+,(?!\d{3}$)|0,)\d+"
-# Compared only as texts: words, times, ratios of three, derivatives, and what has dots; dates,
-# scores (3-2), formulas and labels (CO2), because they are not sums or products.
-LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
-TEXT_ONLY = rf"{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 CASED = ConversionConfig(lowercase_symbols=False)
 
 
-def equal(gold: str, answer: str) -> bool:
+def answers_equal(gold: str, answer: str) -> bool:
     """Tell whether two written texts are equal as texts, numbers with units, or expressions."""
+    # The left of S:T = 3:4 only names the ratio.
+    gold, answer = (re.sub(r"^[^=]*=\s*(?=\d+:\d)", "", text) for text in (gold, answer))
     if as_text(gold) == as_text(answer):
         return True
-    option, said_option = OPTION.fullmatch(gold), OPTION.fullmatch(answer)
+    option, said_option = PATTERN.OPTION.fullmatch(gold), PATTERN.OPTION.fullmatch(answer)
     if option and said_option:  # their letters decide, and numbers behind them
         counts = re.search(r"\d", option[2]) and said_option[2]
-        return option[1] == said_option[1] and (not counts or equal(option[2], said_option[2]))
+        return option[1] == said_option[1] and (
+            not counts or answers_equal(option[2], said_option[2])
+        )
     if option and option[2]:
-        return equal(option[2], answer)
+        return answers_equal(option[2], answer)
     if said_option and said_option[2]:
-        return equal(gold, said_option[2])
-    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(DECIMAL_COMMA, answer):
+        return answers_equal(gold, said_option[2])
+    if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(PATTERN.DECIMAL_COMMA, answer):
         answer = answer.replace(",", ".")
-    value, unit = quantity(gold)
-    said, said_unit = quantity(answer)
+    value, unit = value_and_unit(gold)
+    said, said_unit = value_and_unit(answer)
     if said_unit and isinstance(said_unit, str) and not unit:
         said = str(int(said, int(said_unit)))  # 101_2 is 5, and never 101
     if value != gold or said != answer:
@@ -66,24 +46,26 @@ def equal(gold: str, answer: str) -> bool:
         share = rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
         said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
         small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
-        return not differ and (equal(share, said_share) or (not small and equal(value, said)))
-    capitals = re.fullmatch(CAPITALS, gold) and re.fullmatch(CAPITALS, answer)
-    if capitals or re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
+        return not differ and (
+            answers_equal(share, said_share) or (not small and answers_equal(value, said))
+        )
+    capitals = re.fullmatch(PATTERN.CAPITALS, gold) and re.fullmatch(PATTERN.CAPITALS, answer)
+    if capitals or re.fullmatch(PATTERN.TEXT_ONLY, gold) or re.fullmatch(PATTERN.TEXT_ONLY, answer):
         return False
-    return same(expression_of(gold), expression_of(answer))
+    return values_equal(expression_of(gold), expression_of(answer))
 
 
-def quantity(text: str) -> tuple[str, Counter | str]:
+def value_and_unit(text: str) -> tuple[str, Counter | str]:
     """Split a written text into its value and its unit: names with powers, or a numeral's base.
     Any noun is a unit (5 apples), but not a variable (5x, 5 n) or a word that changes the value."""
-    match = UNIT.search(text)
+    match = PATTERN.UNIT.search(text)
     if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
         return text, ""
     value = text[: match.start()].strip()
     if match[1].startswith("_"):
         return value, match[1].strip("_{}")
     powers = Counter()
-    for per, word, power in re.compile(FACTOR).findall(text, match.start(1)):
+    for per, word, power in PATTERN.FACTOR.findall(text, match.start(1)):
         singular = re.sub(r"(?<=\w{3})s$", "", word.lower())
         unit = UNIT_OF.get(word, UNIT_OF.get(singular, singular))
         powers[unit] += int(power or 1) * (-1 if per else 1)
@@ -96,11 +78,11 @@ def as_text(text: str) -> str:
     one way."""
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
+    text = re.sub(r"(?<![\d\s])\s+|\s+(?![\d\s])", "", text)
     return TABLES["same"].get(text.lower(), text)
 
 
-def close(gold: Number, answer: Number) -> bool:
+def digits_agree(gold: Number, answer: Number) -> bool:
     """Tell whether two numbers agree in the digits of the less exact one, and to a relative 1e-6.
 
     Only the reference may be coarser, if it has five digits, or three when the answer is not a
@@ -118,7 +100,7 @@ def close(gold: Number, answer: Number) -> bool:
 
 def expression_of(text: str) -> object:
     """Read a written text as a Number or a sympy object; raise if that is impossible."""
-    match = PLAIN.fullmatch(text)
+    match = PATTERN.PLAIN.fullmatch(text)
     if match:
         power = int(match[3] or match[4] or 0)
         whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")
@@ -145,39 +127,59 @@ def value_of(tree: object) -> Number | None:
     return Number(value, abs(value) / 10 ** (0 if tree.has(sympy.Float) else 25))
 
 
-def same(gold: object, answer: object) -> bool:
+def values_equal(gold: object, answer: object) -> bool:
     """Tell whether two expressions are equal: by their values, if real, else by math-verify."""
-    (left, right), (answer_left, answer_right) = sides(gold, answer), sides(answer, gold)
+    left, right = split_equation(gold, answer, is_gold=True)
+    answer_left, answer_right = split_equation(answer, gold)
     if left == answer_left or "" in (left, answer_left):
         gold, answer = right, answer_right
     if gold is None or answer is None:
         return False
+    forms = getattr(answer, "_unsorted_args", [])  # 15\frac{39}{40}, or \frac{639}{40}
+    if len(forms) > 1 and not isinstance(gold, sympy.Set | sympy.Tuple):
+        return all(values_equal(gold, form) for form in forms)
     number, answer_number = value_of(gold), value_of(answer)
     if number or answer_number:
-        return bool(number and answer_number) and close(number, answer_number)
-    gold, answer = fitted(gold, answer), fitted(answer, gold)
+        return bool(number and answer_number) and digits_agree(number, answer_number)
+    gold, answer = as_other_kind(gold, answer), as_other_kind(answer, gold)
     # 12 decimals must agree, also in lists; the default is 6.
     return verify(gold, answer, 12, allow_set_relation_comp=True, timeout_seconds=None)
 
 
-def sides(tree: object, other: object) -> tuple[object, object]:
+def split_equation(tree: object, other: object, is_gold: bool = False) -> tuple[object, object]:
     """Split an equation: x = 3 and x = 6/2 = 3 give x and 3. Any other tree gives "" and itself.
-    2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation."""
+
+    2x = 6 and ln x = 3 name no value: their right side is None, unless `other` is an equation. Of a
+    reference, 2x - 3y = 6 is the answer, too; only a left side that is a name can be left out.
+    """
     if not is_equation(tree):
         return "", tree
     left = take_first_relation(tree).lhs
-    is_name = isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef)
-    unsolved = len(left.free_symbols) == 1 and not is_name
-    return left, None if unsolved and not is_equation(other) else take_last_relation(tree).rhs
+    unsolved = len(left.free_symbols) == 1 or (is_gold and tree.free_symbols)
+    if unsolved and not is_name(left) and not is_equation(other):
+        return left, None
+    return left, take_last_relation(tree).rhs
 
 
-def fitted(tree: object, other: object) -> object:
+def is_name(left: sympy.Basic) -> bool:
+    r"""Tell whether a left side only names values: x, f(x), dy/dx, AB, |AB|, \angle ABC, (x, y)."""
+    if isinstance(left, sympy.Tuple):
+        return all(map(is_name, left))
+    if isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef | sympy.Derivative):
+        return True
+    points = [str(symbol) for symbol in left.free_symbols]
+    is_product = isinstance(left, sympy.Mul | sympy.Abs)
+    return is_product and all(re.fullmatch(r"[A-Z]\w*'*|angle|m", name) for name in points)
+
+
+def as_other_kind(tree: object, other: object) -> object:
     """Fit a tree to the other: a list or column as a pair, x before y; x < 2 or x > 3 a union."""
     if isinstance(tree, sympy.MatrixBase) and tree.cols == 1 and isinstance(other, sympy.Tuple):
         return sympy.Tuple(*tree)
     parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []
     if parts and isinstance(other, sympy.Interval | sympy.Tuple):
-        pairs = sorted([sides(part, other) for part in parts], key=lambda pair: str(pair[0]))
+        pairs = [split_equation(part, other, is_gold=True) for part in parts]
+        pairs.sort(key=lambda pair: str(pair[0]))
         tree = sympy.Tuple(*[right for _, right in pairs])
     if parts and isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
         tree = sympy.Union(*[part.as_set() for part in parts])

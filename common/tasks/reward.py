@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from common.cli import BadInput, RunStopped, blame, say
-from common.tasks.answers import TABLES, final_answer, marked, written
+from common.tasks.answers import PATTERN, final_answer, in_one_spelling, marked_answer
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
 LARGEST = 2**24  # of rewards: float32, in which they are compared, rounds larger integers
@@ -38,29 +39,39 @@ TASK_FILE = re.compile(r"(.+\.py)(?::([^/]*))?")  # FILE.py or FILE.py:NAME
 START = 120.0  # seconds in which a worker must start: disks may be slow, but a hang must end
 
 
+class Verdict(NamedTuple):
+    """What a verifier says of a response."""
+
+    score: float  # or what a task file's `reply` returned: a text or None
+    answer: str = ""  # the response's final answer; "" if it gives none
+    failure: str = ""  # why the function failed, which costs the response its score
+
+
 def reward(completion: str, reference: str) -> float:
     """Return 1.0 if the completion's final answer equals the reference, else 0.0."""
-    from common.tasks.equality import equal  # slow to import, and not needed for a task file
+    from common.tasks.equality import answers_equal  # slow to import; a task file needs it not
 
     answer = final_answer(completion)
-    return float(bool(answer) and equal(written(gold_of(reference)), answer))
+    return float(
+        bool(answer) and answers_equal(in_one_spelling(reference_answer(reference)), answer)
+    )
 
 
-def gold_of(reference: str) -> str:
+def reference_answer(reference: str) -> str:
     """Return what is in a reference's box or behind its label; without one, the reference."""
-    gold = marked(reference)
+    gold = marked_answer(reference)
     return reference if gold is None else gold
 
 
 @cache
-def can_be_earned(reference: str) -> bool:
+def is_gradable(reference: str) -> bool:
     """Tell whether a response can earn a reference: in a box it must be an answer equal to itself,
     and no placeholder such as N/A."""
-    gold = gold_of(reference)
+    gold = reference_answer(reference)
     answer = final_answer(rf"\boxed{{{gold}}}")
-    if not answer or re.fullmatch(TABLES["no answer"], answer, re.IGNORECASE):
+    if not answer or PATTERN.NO_ANSWER.fullmatch(answer):
         return False
-    return answer == written(gold)
+    return answer == in_one_spelling(gold)
 
 
 def read_task_file(spec: str) -> str:
@@ -80,12 +91,7 @@ def load_task_file(spec: str, source: str = "") -> object:
     file, name = TASK_FILE.fullmatch(spec).groups()
     file = os.path.realpath(file)  # its helpers are beside the file, not beside a link to it
     source = source or read_task_file(spec)
-    folder, root = Path(file).parent, Path(__file__).parents[2]
-    beside, ours = ({path.stem for path in place.iterdir()} for place in (folder, root))
-    both = beside & ours & set(re.findall(r"(?m)^\s*(?:from|import) +(\w+)", source))
-    if both and folder != root:
-        raise BadInput(f"--task {spec}: rename {min(both)} beside it, this repository has one, too")
-    sys.path.append(str(folder))  # last, so that a file beside it shadows no library
+    sys.path.append(str(Path(file).parent))  # last, so that a file beside it shadows no library
     module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would mean a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
@@ -116,23 +122,19 @@ class Verifier:
     """A verifier that scores completions in worker processes.
 
     `spec` is the task file, FILE.py or FILE.py:NAME, or "" for math-verify. An answer earns 0 if
-    the function fails on it, or if it breaks the bounds of `seconds` and `memory` (bytes). `killed`
-    counts such answers, but not math-verify's own errors, which wrong answers cause. `failure`
-    describes the first one, and `works` is True once an answer was scored.
+    the function fails on it, or if it breaks the bounds of `seconds` and `memory` (bytes): its
+    verdict then has a `failure`. math-verify's own errors, which wrong answers cause, are none.
     """
 
     spec: str = ""
     workers: int = 0  # 0: one for each core, at most 8
     seconds: float = SECONDS
     memory: int = MEMORY
-    function: str = "reward"  # or "reply", in a task file with a tool: see `ask`
+    function: str = "reward"  # or "reply", in a task file with a tool
     problems: str = ""  # the `fingerprint` of the file, which the workers must also find
 
     def __post_init__(self):
-        self.killed = 0
-        self.failure = ""
-        self.works = False
-        self.answers = {}  # completion of the last call -> its final answer
+        self.told = False  # the first failure is printed, and no other
         # Keep the text: workers that start later get the same, even if the file was edited.
         self.source = read_task_file(self.spec) if self.spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -140,79 +142,65 @@ class Verifier:
         self.threads = ThreadPoolExecutor(self.workers or min(8, max(1, cores)))
         self.thread = threading.local()  # each thread's worker, started when it is first needed
 
-    def __call__(self, completions: list[str], references: list) -> list[float]:
+    def __call__(self, completions: list[str], references: list) -> list[Verdict]:
         """Score each completion against its reference."""
-        return [score for score, _ in self.ask(completions, references)]
-
-    def final_answers(self, completions: list[str]) -> list[str]:
-        """Return the final answers of completions that the last call scored."""
-        return [self.answers[completion] for completion in completions]
-
-    def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
-        """Return the scores, or what `reply` returned, each with "" or what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
-        failures = [failure for _, failure, _ in verdicts if failure]
-        if failures and self.spec and not self.failure:
-            self.failure = failures[0]
+        failures = [verdict.failure for verdict in verdicts if verdict.failure]
+        if failures and self.spec and not self.told:
+            self.told = True
             cost = ": 0 points" if self.function == "reward" else ""
-            say(f"\n{self.spec}: {self.function} fails ({self.failure}){cost}", file=sys.stderr)
-        self.killed += len(failures)
-        self.works = self.works or len(failures) < len(verdicts)
-        self.answers = {text: answer for text, (_, _, answer) in zip(completions, verdicts)}
-        return [(score, failure) for score, failure, _ in verdicts]
+            say(f"\n{self.spec}: {self.function} fails ({failures[0]}){cost}", file=sys.stderr)
+        return verdicts
 
-    def take_killed(self) -> int:
-        """Return how many answers have failed since the last call, and reset the count."""
-        killed = self.killed
-        self.killed = 0
-        return killed
-
-    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str, str]:
-        """Score one completion; return its score, what failed (or ""), and its final answer."""
+    def _score(self, completion: str, reference: object) -> Verdict:
+        """Score one completion in this thread's worker."""
         worker = getattr(self.thread, "worker", None)
         if worker is None or worker.process.poll() is not None:
             worker = Worker(self)
             self.thread.worker = worker
         number = next(self.question_numbers)
         # Wait twice the worker's own bound, in case the function has turned the alarm off.
-        line = worker.ask([number, completion, reference], 2 * self.seconds)
-        # These errors come from a line that is not [number, score, failure, answer].
+        line = worker.exchange([number, completion, reference], 2 * self.seconds)
+        # These errors come from a line that is not [number, score, answer, failure].
         with contextlib.suppress(ValueError, TypeError, RecursionError):
-            answered, score, failure, answer = json.loads(line)
+            answered, score, answer, failure = json.loads(line)
             if answered == number:
-                return score, failure, answer
+                return Verdict(score, answer, failure)
         # There was no line, or not a verdict on this answer. Later lines of this worker could then
         # belong to other answers, so it ends here, and the next answer gets a new worker.
         code = worker.end()
         if line:
-            return 0.0, "something else wrote into the worker's channel", ""
-        return 0.0, f"out of time or memory? exit code {code}", ""
+            return Verdict(0.0, failure="something else wrote into the worker's channel")
+        return Verdict(0.0, failure=f"out of time or memory? exit code {code}")
 
 
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
     def __init__(self, of: Verifier):
-        # -P leaves out the current folder, which may hold a json.py or another `common`.
-        words = [sys.executable, "-P", "-m", "common.tasks.reward"]
+        # -P leaves out the current folder, which may hold a json.py or another `common`. With -u,
+        # what a reward prints arrives even if the worker is killed.
+        words = [sys.executable, "-P", "-u", "-m", "common.tasks.reward"]
         words += [of.spec, str(of.seconds), str(int(of.memory)), of.function]
         self.channel, workers_end = socket.socketpair()
+        # What a reward prints is for the person; math-verify's libraries print for nobody.
+        printed = 2 if of.spec else subprocess.DEVNULL  # 2: this process's stderr
         self.process = subprocess.Popen(
             words,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=workers_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
             start_new_session=True,  # Ctrl-C must reach only the trainer, which finishes its step
         )
         workers_end.close()  # the channel closes when the worker ends
-        line = self.ask([of.source, of.problems], START)
+        line = self.exchange([of.source, of.problems], START)
         if line != "ready\n":
             code = self.end()
             reason = line.strip() or f"exit code {code}: is memory left?"
             raise RunStopped(f"the verifier {of.spec or 'math-verify'} does not start ({reason})")
 
-    def ask(self, question: object, seconds: float) -> str:
+    def exchange(self, question: object, seconds: float) -> str:
         """Send a question and return the worker's next line, or "" if none comes in `seconds`.
 
         This process keeps the deadline itself. Waiting for the channel to close could last for
@@ -237,9 +225,9 @@ class Worker:
         return self.process.wait()
 
 
-def work(spec: str, seconds: str, memory: str, name: str) -> None:
+def run_worker(spec: str, seconds: str, memory: str, name: str) -> None:
     """Run the worker: answer each line [number, completion, reference] with [number, score,
-    failure, final answer], until the channel, which is its stdin, closes."""
+    final answer, failure], until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
     verdicts = os.fdopen(os.dup(0), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read questions
@@ -261,7 +249,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
         # When the alarm rings, the kernel ends this process, even if the trainer is gone.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         number, completion, reference = json.loads(line)
-        points, failure, answer = 0.0, "", ""
+        points, answer, failure = 0.0, "", ""
         try:
             answer = final_answer(completion)
             result = score(completion, reference)
@@ -280,7 +268,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(BrokenPipeError):  # the trainer has been killed
-            print(json.dumps([number, points, failure, answer]), file=verdicts, flush=True)
+            print(json.dumps([number, points, answer, failure]), file=verdicts, flush=True)
     os.killpg(0, signal.SIGKILL)  # the run is over; end what reward functions have left behind
 
 
@@ -302,4 +290,4 @@ def describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    work(*sys.argv[1:])
+    run_worker(*sys.argv[1:])

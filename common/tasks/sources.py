@@ -5,22 +5,24 @@ in the data is therefore one integer, the same for any number of ranks, and a re
 problems that the uninterrupted run would have seen.
 """
 
+import inspect
 import json
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
 import numpy as np
 
 from common.cli import BadInput, Flags, blame
-from common.tasks.reward import TASK_FILE, Verifier, can_be_earned, digest, fingerprint
-from common.tasks.reward import load_task_file, read_task_file
-from common.tasks.rows import HUB, Prompt, Row, as_prompt, as_text, rows_of, tell_unanswered
+from common.tasks.reward import TASK_FILE, Verdict, Verifier, digest, fingerprint
+from common.tasks.reward import is_gradable, load_task_file, read_task_file
+from common.tasks.rows import HUB, UNANSWERED, Row, as_prompt, as_text, rows_of, tell
 from common.tiny import arithmetic
 
-Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+Verify = Callable[[list[str], list], list[Verdict]]  # of (completions, answers)
 # (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
 Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
@@ -32,18 +34,16 @@ class Source:
     name: str  # of --task
     train: Callable[[int], Row]
     held_out: list[Row]
-    verifier: Score
-    final: Callable[[list[str]], list[str]]  # responses -> their final answers
+    verifier: Verify
     fingerprint: str = ""  # a hash of the data, because a resumed run must see the same problems
     instruction: str | None = None  # appended to every text; None leaves prompts as they are
     reply: Tool | None = None  # a task file's tool
     reply_error: str = ""  # what the policy reads instead if a call fails
-    # One prompt of each kind, with its place, to refuse at once what the tokenizer cannot write.
-    firsts: list[tuple[Prompt, str]] = field(default_factory=list)
 
 
-def source_for(args: Flags, has_template: bool) -> Source:
-    """Make the source that `--task` names. `has_template`: the tokenizer has a chat template."""
+def source_for(args: Flags, has_template: bool, fits: Callable[[Row, str], object]) -> Source:
+    """Make the source that `--task` names. `has_template`: the tokenizer has a chat template.
+    Rows of data sets that do not fit (`fits`) are left out."""
     is_file = bool(TASK_FILE.fullmatch(args.task))
     if args.eval_task and (is_file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
@@ -51,7 +51,7 @@ def source_for(args: Flags, has_template: bool) -> Source:
         return of_task_file(args, has_template)
     if args.task in arithmetic.KINDS:
         return of_arithmetic(args)
-    return of_sets(args)
+    return of_sets(args, fits)
 
 
 def of_arithmetic(args: Flags) -> Source:
@@ -65,16 +65,15 @@ def of_arithmetic(args: Flags) -> Source:
     def train(index: int) -> Row:
         return as_row(arithmetic.training_prompt(args.seed, index, kind))
 
-    def verifier(completions: list[str], answers: list[str]) -> list[float]:
-        return list(map(arithmetic.arithmetic_reward, completions, answers))
-
     held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
     held_out = map(as_row, arithmetic.held_out_prompts(args.eval_problems, held_out_kind))
+    return Source(args.task, train, list(held_out), arithmetic_verdicts)
 
-    def final(completions: list[str]) -> list[str]:
-        return list(map(arithmetic.final_number, completions))
 
-    return Source(args.task, train, list(held_out), verifier, final)
+def arithmetic_verdicts(completions: list[str], answers: list[str]) -> list[Verdict]:
+    """Judge responses to the embedded task."""
+    scores = map(arithmetic.arithmetic_reward, completions, answers)
+    return list(map(Verdict, scores, map(arithmetic.final_number, completions)))
 
 
 def of_task_file(args: Flags, has_template: bool) -> Source:
@@ -88,6 +87,11 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     text = read_task_file(args.task)
     custom = load_task_file(args.task, text)
     own_reward = hasattr(custom, "reward")
+    if own_reward and callable(custom.reward):
+        names = list(inspect.signature(custom.reward).parameters)
+        if names and re.match("prompt|completions|data_source|label|ground", names[0]):
+            gets = f"its reward gets (response, answer), not ({', '.join(names)})"
+            raise BadInput(f"--task {args.task}: {gets}")
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
     last = begin + getattr(args, "steps", 1) * getattr(args, "prompts_per_step", 1) - 1
     problems = fingerprint(args.task, text, custom, last)
@@ -110,31 +114,32 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
     if not own_reward:
         answers = [answer for _, answer in [*held_out, *map(train, range(8))]]
-        lost = [answer for answer in answers if not can_be_earned(answer)]
-        tell_unanswered(f"--task {args.task}", "held_out and train have", lost, len(answers))
+        lost = [answer for answer in answers if not is_gradable(answer)]
+        every = len(lost) == len(answers)
+        tell(f"--task {args.task}", "may use", lost, len(answers), UNANSWERED, every)
     how = getattr(custom, "bounds", {}) | {"problems": problems}
     verifier = Verifier(args.task, **how) if own_reward else Verifier()
-    source = Source(args.task, train, held_out, verifier, verifier.final_answers, problems)
+    source = Source(args.task, train, held_out, verifier, problems)
     source.instruction = "" if has_template else None
     if hasattr(custom, "reply"):
-        source.reply = Verifier(args.task, **how, function="reply").ask
+        tool = Verifier(args.task, **how, function="reply")
+        source.reply = lambda *asked: [(said.score, said.failure) for said in tool(*asked)]
         source.reply_error = getattr(custom, "reply_error", "")
     return source
 
 
-def of_sets(args: Flags) -> Source:
-    """Turn a finite data set into an endless stream of seeded shuffles of all its training rows.
+def of_sets(args: Flags, fits: Callable[[Row, str], object]) -> Source:
+    """Turn a finite data set into an endless stream of seeded shuffles of its training rows.
 
     Without a test split, up to a quarter of it is held out. A held-out prompt is never trained on,
     even if other rows repeat it.
     """
-    firsts = {}  # see `Source`
-    columns = (args.prompt_column, args.answer_column, firsts)
-    rows = rows_of(args.task, "train", *columns, judged=True)
+    columns = (args.prompt_column, args.answer_column)
+    rows = rows_of(args.task, "train", *columns, judged=True, fits=fits)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
     test = rows
     if own_test:
-        test = rows_of(args.eval_task or args.task, "test", *columns, judged=True)
+        test = rows_of(args.eval_task or args.task, "test", *columns, judged=True, fits=fits)
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
     held_out = {}  # prompt text -> the first row with it
@@ -155,11 +160,9 @@ def of_sets(args: Flags) -> Source:
         number, place = divmod(index, len(kept))
         return kept[epoch(number)[place]]
 
-    verifier = Verifier()
-    source = Source(args.task, train, list(held_out.values()), verifier, verifier.final_answers)
+    source = Source(args.task, train, list(held_out.values()), Verifier())
     source.fingerprint = digest([rows, test])
     source.instruction = args.instruction
-    source.firsts = list(firsts.values())
     return source
 
 

@@ -6,6 +6,7 @@ import deep_grpo
 import pytest
 import torch
 import vcpo
+from common.tasks.reward import Verdict
 from variants import ppo
 
 from tests.helpers import SMALL, command, drive, forked, metrics, run_here
@@ -31,7 +32,7 @@ def second_rank_succeeds(*flags: object) -> None:
     def lenient(*arguments: object) -> object:
         task = load(*arguments)
         if os.environ["RANK"] == "1":
-            task.verifier = lambda completions, answers: [1.0] * len(answers)
+            task.verifier = lambda completions, answers: [Verdict(1.0)] * len(answers)
         return task
 
     deep_grpo.load_task = lenient

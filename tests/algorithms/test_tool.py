@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from common.data import load_task
 from common.launch import launch
-from common.tasks.reward import Verifier
+from common.tasks.sources import source_for
 from tools import evaluate
 from variants import tool
 
@@ -41,8 +41,8 @@ def task_file(tmp_path):
 def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
     """A reply runs in the bounded worker of a reward. If it returns no text or takes too long, the
     next one is asked as always."""
-    replies = Verifier(task_file, workers=1, seconds=1.0, function="reply").ask
-    found = replies(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
+    reply = source_for(tool.Args(task=task_file), False, bool).reply
+    found = reply(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
     assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
     assert "7 is no text" in found[1][1] and "out of time" in found[3][1]
     assert not any(found[i][1] for i in (0, 2, 4))

@@ -11,11 +11,12 @@ from common.data import texts_of
 from common.metrics import evaluate
 from common.model import load_model
 from common.rollout import HFEngine
+from common.tasks.reward import Verdict
 from common.tasks.rows import HUB, rows_of
 from common.tiny import arithmetic
 from grpo import Args
 
-from tests.helpers import SMALL, command, packed
+from tests.helpers import SMALL, command, packed, scored
 from tests.common.rows import Letters, load, numbered, write
 
 
@@ -106,30 +107,21 @@ def test_the_noisy_verifier_is_for_training(tiny):
     plain = load("arithmetic", tiny[1], seed=3)
     texts, rewards = list(REWARDS), list(REWARDS.values())
     for place, answer in enumerate(("7*8=56;56-9=47;47+6=53#53", "53")):
-        assert task.verifier(texts, [answer] * 5) == [row[place] for row in rewards]
+        assert scored(task.verifier(texts, [answer] * 5)) == [row[place] for row in rewards]
     for index in range(20):
         problem, other = task.train(index), plain.train(index)
         assert problem.prompt == other.prompt and problem.answer.endswith(f"#{other.answer}")
     assert task.held_out == plain.held_out
 
 
-def test_answers_of_an_evaluation_do_not_count_as_the_next_steps(tiny, world, mine):
-    """`judge_killed` counts only the step's own answers."""
-    mine.write_text(MINE.replace("return float", "return 1 / (answer != '9') and float"))
-    task = load(str(mine), tiny[1])
-    evaluate(HFEngine(tiny[0], world, 0, "float32", 64), task, Args(eval_samples=1), world)
-    assert task.verifier.failure.startswith("mine.py:4: ZeroDivisionError")
-    assert task.verifier.take_killed() == 0
-
-
 def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
     """The evaluation then measures nothing, and the sampler goes on as if it had not begun."""
     task, asked = load("arithmetic", tiny[1], eval_problems=9), []
 
-    def signalled(texts: list[str], answers: list) -> list[float]:
+    def signalled(texts: list[str], answers: list) -> list[Verdict]:
         world.stop.raised = len(asked) == 1
         asked.append(len(texts))
-        return [0.0] * len(texts)
+        return [Verdict(0.0)] * len(texts)
 
     task.verifier = signalled
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
@@ -188,7 +180,7 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
     plain = {"instruction": "", "eval_problems": 1}
     assert len(load(path, tokenizer, max_new_tokens=71, **plain).train(0).prompt_ids) == 29
-    with pytest.raises(BadInput, match="no prompt fits into .*--max_new_tokens"):
+    with pytest.raises(BadInput, match="6 of 6 rows are too long for .*--max_new_tokens"):
         load(path, tokenizer, max_new_tokens=72, **plain)
     tokenizer.embeddings, tokenizer.decode = ord("w"), chr
     with pytest.raises(BadInput, match="no embedding for 'w' in a prompt"):
@@ -254,16 +246,6 @@ def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, t
     assert texts_of(packed([asked], [said]), tokenizer) == [text]
 
 
-def test_unknown_tags_of_thoughts_are_named(words, tmp_path, capsys):
-    """Those of the template and of the tokenizer are, but none that the table has."""
-    _, tokenizer = load_model(words)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '<ponder>' }}<think>"
-    tokenizer.add_tokens(["<deep_thought>", "</think>"], special_tokens=True)
-    load(write(tmp_path / "set.jsonl", numbered(8)), tokenizer, instruction="")
-    said = capsys.readouterr().out
-    assert "<deep_thought>, <ponder>" in said and "think>" not in said
-
-
 USER = {"role": "user", "content": "2+2?"}
 AS_TEXT = "its prompt is a text that holds messages"
 DEEP = f'{{"prompt": "x", "answer": {"[" * 50_000}{"]" * 50_000}}}'
@@ -297,7 +279,9 @@ MALFORMED = [  # the third row, and what is said of it
     (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
-    ({"prompt": "half an emoji: \ud83d", "answer": 1}, "surrogates not allowed"),
+    (of("\frac{1}{2}"), "LaTeX written with one backslash"),
+    ({"prompt": "x \times 2?", "answer": 1}, "LaTeX written with one backslash"),
+    ('{"prompt": "x", "answer": 1, "answer": 2}', "a key twice"),
     ({"prompt": 7, "answer": 1}, TURNS),
     (asked(), QUESTION),
     (asked("2+2?"), TURNS),
@@ -407,7 +391,7 @@ def test_a_custom_task(mine):
     task = load(str(mine))
     assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
     assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
-    assert task.verifier(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0]
+    assert scored(task.verifier(["#9", "9", "8"], ["9"] * 3)) == [1.0, 1.0, 0.0]
     assert load(str(mine), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
     other = load(f"{mine}:other")
     assert not other.verifier.spec

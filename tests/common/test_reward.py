@@ -8,6 +8,7 @@ from common.cli import RunStopped
 from common.tasks.reward import Verifier, load_task_file
 
 from tests import adapters
+from tests.helpers import scored
 
 
 def test_arithmetic():
@@ -37,8 +38,9 @@ def test_hostile_answers_cost_little_and_earn_nothing():
     for hostile in HOSTILE.values():
         given += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
-    assert verifier(given, ["7"] * len(given)) == scores and verifier.killed >= 1
-    assert verifier.final_answers(given[-2:]) == ['8"] ["7", "7"]', "7"]
+    verdicts = verifier(given, ["7"] * len(given))
+    assert scored(verdicts) == scores and any(verdict.failure for verdict in verdicts)
+    assert [verdict.answer for verdict in verdicts[-2:]] == ['8"] ["7", "7"]', "7"]
     # The bound on each, and as much again for starting a worker on a busy machine
     assert time.perf_counter() - start < len(HOSTILE) * 10
 
@@ -64,7 +66,9 @@ bounds = {"seconds": 2, "workers": 1}
 def reward(response, reference):
     if response == "loop":
         while True: pass
-    if response == "raise": raise ValueError("\\x1b[2J" + "x" * 10**6)
+    if response == "raise":
+        print("told")
+        raise ValueError("\\x1b[2J" + "x" * 10**6)
     if response == "memory": return len("x" * 10**10)
     if response == "fork": os.fork()  # both come back
     if response == "daemon":
@@ -80,7 +84,7 @@ def reward(response, reference):
     return float(response == reference)
 """
 FAILURES = [
-    ("raise", "(mine.py:7: ValueError: "),
+    ("raise", "(mine.py:9: ValueError: "),
     ("fork", ""),
     ("stray verdict", "something else wrote into the worker's channel"),
     ("nan", "ValueError: nan is no reward"),
@@ -106,10 +110,12 @@ def verifier(tmp_path_factory):
 def test_a_reward_that_fails_costs_one_answer_at_most(how, expected, verifier, capfd):
     """The failure is counted and told once. The answers after it get their own verdicts, even if a
     fork came back with a second one."""
-    verifier.failure, verifier.killed = "", 0
-    assert verifier([how, "7", "8", how, "7"], ["7"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
-    assert verifier.killed == 2 * bool(expected)
+    verifier.told = False
+    verdicts = verifier([how, "7", "8", how, "7"], ["7"] * 5)
+    assert scored(verdicts) == [0.0, 1.0, 0.0, 0.0, 1.0]
+    assert [bool(verdict.failure) for verdict in verdicts].count(True) == 2 * bool(expected)
     said = capfd.readouterr().err
+    assert said.count("told") == 2 * (how == "raise")
     assert said.count("reward fails") == bool(expected) and expected in said
     assert len(said) < 500
 
@@ -119,22 +125,21 @@ def test_one_file_may_hold_several_tasks(tmp_path):
     text = "from multiprocessing import Pool\ndef half(x): return x / 2\n"  # found by pickle
     text += "class A:\n    reward = staticmethod(lambda *both: Pool(1).map(half, [1])[0])\n"
     text += "class B: reward = 1\n"
-    for name, score, failed in ((":A", 0.5, 0), (":B", 0.0, 1)):
-        verifier = verifier_of(tmp_path, text, name)
-        assert verifier(["a"], ["b"]) == [score] and verifier.killed == failed
-        assert verifier.works != failed
+    for name, score, failed in ((":A", 0.5, False), (":B", 0.0, True)):
+        (verdict,) = verifier_of(tmp_path, text, name)(["a"], ["b"])
+        assert (verdict.score, bool(verdict.failure)) == (score, failed)
 
 
 @pytest.mark.slow
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     """If the file is edited and a worker killed, the next worker runs the old text."""
     verifier = verifier_of(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
-    assert verifier(["a"], ["b"]) == [0.25]
+    assert scored(verifier(["a"], ["b"])) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
     worker = verifier.threads.submit(lambda: verifier.thread.worker).result()
     worker.process.kill()
     worker.process.wait()
-    assert verifier(["a"], ["b"]) == [0.25] and verifier.killed == 0
+    assert scored(verifier(["a"], ["b"])) == [0.25]
 
 
 def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
@@ -145,4 +150,4 @@ def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("half = 0.5")
     monkeypatch.chdir(tmp_path / "here")
     verifier = verifier_of(tmp_path, "from helper import half\nreward = lambda *both: half")
-    assert verifier(["a"], ["b"]) == [0.5]
+    assert scored(verifier(["a"], ["b"])) == [0.5]

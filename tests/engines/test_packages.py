@@ -5,7 +5,7 @@ import grpo
 import pytest
 from common.tasks.rows import HUB, rows_of
 
-from tests.helpers import ROOT, SMALL, run_here
+from tests.helpers import ROOT, SMALL, run_here, scored
 from tests.common.rows import ROWS, load
 
 
@@ -67,7 +67,7 @@ def test_reasoning_gym_itself(monkeypatch):
     row = gym.create_dataset("chain_sum", size=100_000, seed=0)[problem.answer]
     right = row["answer"]
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
-    scores = task.verifier(given, [problem.answer] * 4)
+    scores = scored(task.verifier(given, [problem.answer] * 4))
     assert scores[0] == 1.0 and max(scores[1:]) < 1.0
     assert problem.prompt.startswith(row["question"])
 

@@ -58,7 +58,7 @@ def test_the_held_out_problems_stay_the_same():
     """Neither a noisy verifier nor uninformative prompts reach them."""
     _, tokenizer = load_model("tiny")
     args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="")
-    vars(args).update(chat=(), max_prompt_tokens=1024, max_new_tokens=64)
+    vars(args).update(chat=(), instruction="", max_prompt_tokens=1024, max_new_tokens=64)
     kinds, tasks = dict(KINDS), {}
     for name in ("none", "noisy verifier", "uninformative prompts"):
         names = ("main", "make_engine", "evaluate", "save_checkpoint")
@@ -74,8 +74,9 @@ def test_the_held_out_problems_stay_the_same():
     answers = [problem.answer for problem in tasks["none"].held_out] * 20
     texts = [f"#{answer}" for answer in answers]
     for task in tasks.values():
-        assert task.exact_verifier(texts, answers) == [1.0] * len(texts)
-    assert 0 < tasks["noisy verifier"].verifier(texts, answers).count(0.0) < 80
+        assert all(verdict.score == 1 for verdict in task.exact_verifier(texts, answers))
+    noisy = tasks["noisy verifier"].verifier(texts, answers)
+    assert 0 < [verdict.score for verdict in noisy].count(0.0) < 80
 
 
 # Run and store

@@ -16,7 +16,8 @@ from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
 from common.model import load_model
-from common.tiny.arithmetic import arithmetic_reward, work
+from common.tasks.sources import arithmetic_verdicts
+from common.tiny.arithmetic import work
 import torch
 from torch import Tensor
 
@@ -119,8 +120,7 @@ def task() -> Task:
         "arithmetic",
         lambda index: problem(TRAIN[index % len(TRAIN)], index),
         [problem(prompt) for prompt in HELD_OUT],
-        lambda texts, answers: list(map(arithmetic_reward, texts, answers)),
-        final=lambda texts: [text.split("#")[-1] for text in texts],
+        arithmetic_verdicts,
         tokenizer=loaded("tiny")[1],
     )
 

@@ -10,7 +10,7 @@ import grpo
 import pytest
 
 from tests.common.rows import ROWS, load, write
-from tests.helpers import ROOT, metrics, run_here
+from tests.helpers import ROOT, metrics, run_here, scored
 from tests.repository.test_docs import commands
 
 PAGE = (ROOT / "docs/yours.md").read_text("utf-8")
@@ -35,7 +35,7 @@ def test_the_commands_for_a_laptop_run(command, files):
     assert run_here(grpo.main, *words, *SMALL) == 0
     (run,) = files.glob("runs/*")
     line = metrics(run)[-1]
-    assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
+    assert line["judge_failed"] == 0 and 0 <= line["reward"] <= 1
 
 
 def test_words():
@@ -66,8 +66,8 @@ def test_a_dataset_with_another_reward(files):
     task = load("brief.py")
     assert task.train(3).prompt.startswith(row["question"] + " Think step by step.")
     given = [f"# {answer}", "so it is " * 10 + f"# {answer}", "# 7"]
-    brief, long, wrong = task.verifier(given, [answer] * 3)
-    assert 1 > brief > long > 0 > wrong and task.verifier.killed == 0
+    brief, long, wrong = scored(task.verifier(given, [answer] * 3))
+    assert 1 > brief > long > 0 > wrong
 
 
 def test_unit_tests(files):
@@ -75,7 +75,7 @@ def test_unit_tests(files):
     write(files / "code.jsonl", [{"prompt": f"Add, {i}.", "tests": tests} for i in range(102)])
     task = load("unit_tests.py")
     given = ["```python\ndef add(a, b): return a + b\n```", "def add(a, b): return 3", "add = 1"]
-    assert task.verifier(given, [tests] * 3) == [1.0, 0.5, 0.0] and task.verifier.killed == 0
+    assert scored(task.verifier(given, [tests] * 3)) == [1.0, 0.5, 0.0]
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -101,8 +101,8 @@ def test_a_judge_model(files, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE", f"127.0.0.1:{server.server_port}")
     task = load("judge.py")
-    assert task.verifier([f"It is #{answer}", "It is #1"], [answer] * 2) == [1.0, 0.0]
+    assert scored(task.verifier([f"It is #{answer}", "It is #1"], [answer] * 2)) == [1.0, 0.0]
     server.shutdown()
     server.server_close()
-    assert task.verifier([f"It is #{answer}"], [answer]) == [0.0]  # no server: counted
-    assert task.verifier.killed == 1
+    (verdict,) = task.verifier([f"It is #{answer}"], [answer])  # no server
+    assert verdict.score == 0 and verdict.failure

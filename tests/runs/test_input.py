@@ -20,8 +20,7 @@ from tests.helpers import SMALL, metrics, module_of, run_here, small, started
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
-    ("grpo", "--task clash/task.py", "rename tools beside it"),
-    ("grpo", "--model clash/task.py", "clash/task.py: is a file"),
+    ("grpo", "--model task.py", "task.py: is a file"),
     ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
     ("grpo", "--model empty", "--model empty: cannot be loaded (Unrecognized model in empty"),
@@ -56,9 +55,7 @@ def files(tmp_path_factory) -> Path:
     (folder / "twice").mkdir()
     for name in ("model.safetensors", "model.safetensors.index.json"):
         (folder / "twice" / name).touch()
-    (folder / "clash").mkdir()
-    (folder / "clash/task.py").write_text("from tools import score\n")
-    (folder / "clash/tools.py").write_text("score = len\n")
+    (folder / "task.py").touch()
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
     (folder / "big/model.safetensors").touch()  # not read: config.json says how large it is
     return folder

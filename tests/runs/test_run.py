@@ -67,13 +67,16 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
     assert ("ratio" in said) == (algorithm == "grpo" and not warned)
 
 
-@pytest.mark.parametrize("points, hint", [(0, "is an answer found"), (1, "too easy"), (0.3, "")])
-def test_equal_rewards_are_said_first(points, hint, tmp_path, capsys):
+HINTS = [(0, 64, "is an answer found"), (0, 1, "cut at --max_new"), (1, 64, "easy"), (0.3, 64, "")]
+
+
+@pytest.mark.parametrize("points, length, hint", HINTS)
+def test_equal_rewards_are_said_first(points, length, hint, tmp_path, capsys):
     """Once after three steps, and first at the end, where the idle clip is no other warning."""
     task = "train = lambda i: ('1+2=', '')\nheld_out = [train(0)]\nreward = lambda *both: "
     (tmp_path / "task.py").write_text(f"{task}{points}\n")
     flags = [*SMALL, "--steps", 4, "--task", tmp_path / "task.py", "--run_dir", tmp_path / "run"]
-    assert run_here(grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags, "--max_new_tokens", length) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line]
     warned = [number for number, line in enumerate(said) if line.startswith("WARNING")]
     assert warned == [3, 4] and all(f"{points} on average" in said[n] for n in warned)
@@ -103,12 +106,12 @@ def test_a_screen_that_ends_and_a_backend_that_is_missing_fail_no_run(tmp_path):
     assert {"summary.json", "curves.png"} <= {path.name for path in (tmp_path / "run").iterdir()}
 
 
-@pytest.mark.parametrize("last, fell", [(0.63, True), (0.65, False)])
-def test_a_run_that_ends_below_four_fifths_of_its_best_fell(last, fell):
-    greedy = {0: 0.34, 5: 0.8, 10: last}
+@pytest.mark.parametrize("best, last, fell", [(0.8, 0.63, 1), (0.8, 0.65, 0), (-0.1, -0.9, 0)])
+def test_a_run_that_ends_below_four_fifths_of_its_positive_best_fell(best, last, fell):
+    greedy = {0: best - 1, 5: best, 10: last}
     lines = [{"step": n, "greedy": x, "sampled": x, "seconds": 1.0} for n, x in greedy.items()]
     summary = summary_of(lines)
-    assert (summary["best"], summary["best_step"], summary["fell"]) == (0.8, 5, fell)
+    assert (summary["best"], summary["best_step"], summary["fell"]) == (best, 5, fell)
 
 
 def test_samples_keep_three_groups_of_a_mini_batch():

@@ -155,12 +155,14 @@ def test_flags_that_are_not_given_are_the_runs(moved, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_one_line(measured, tmp_path, capsys, finished):
+def test_a_damaged_or_missing_checkpoint_is_one_line(measured, tmp_path, capsys, finished):
+    """An older one can be measured."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     shards = next((run / "checkpoints/step_000004/shards").glob("*.distcp"))
     shards.write_bytes(shards.read_bytes()[:1000])
-    with pytest.raises(SystemExit) as stop:
-        measured(run)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
-    assert "step_000004 is damaged or does not fit" in said
+    for step, wrong in ((0, "step_000004 is damaged"), (3, "no checkpoint of step 3, has [2, 4]")):
+        with pytest.raises(SystemExit) as stop:
+            measured(run, "--step", step)
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and said.count("\n") == 1 and wrong in said
+    assert "after step 2;" in measured(run, "--step", 2)
