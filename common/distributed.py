@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.cli import BadInput, Flags, blame, say
+from common.cli import Flags, blame, say
 
 # How long a collective waits for the last rank. Sampling and verifying may take ranks very unequal
 # times. But they start an update together, because they have just agreed on the number of
@@ -74,8 +74,6 @@ def setup() -> World:
     """Join the process group, by NCCL on GPUs or gloo on CPUs. `python file.py` is one rank."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not alone and not os.environ.get("MASTER_PORT"):
-        raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
     if alone and os.environ.get("SLURM_NTASKS", "1") != "1":
         say("SLURM_NTASKS is not 1, but this process is a run of its own: use torchrun")
     for name, value in one.items():  # vLLM reads these variables, too

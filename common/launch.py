@@ -47,8 +47,6 @@ def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None
     world = ALONE
     code = 0
     try:
-        if sys.flags.optimize > 1:
-            raise BadInput("unset PYTHONOPTIMIZE=2: transformers reads docstrings")
         world = setup()
         args = parse(Args)
         prepare(args, world)
@@ -131,7 +129,7 @@ def check(args: Flags, world: World) -> None:
         number = f"--prompts_per_step {args.prompts_per_step}"
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and world.rank == 0:
-        with blame(f"--wandb {args.wandb}: cannot be used"):
+        with blame(f"--wandb {args.wandb}: cannot be used"):  # now, not after minutes of loading
             import wandb
 
             wandb.Settings(project=args.wandb)  # checks the name by W&B's own rules

@@ -28,8 +28,6 @@ def source_of(name: str, flag: str = "--model") -> str:
         if wrong := why_unusable(Path(source)):
             raise BadInput(f"{flag} {name}: {wrong}")
         return source
-    if Path(source).is_file():
-        raise BadInput(f"{flag} {name}: is a file; use a folder with config.json and *.safetensors")
     if name.count("/") != 1:  # not a hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")

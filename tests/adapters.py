@@ -43,7 +43,7 @@ def policy_loss(
     loss, count = terms(module, args, **columns)
     means = {}
     for name, (total, number) in measured(module, args, **columns).items():
-        means[name] = float(total if number is None else total / number)
+        means[name] = float(total if isinstance(number, str) else total / number)
     return loss / count, means
 
 

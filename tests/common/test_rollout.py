@@ -96,8 +96,9 @@ def test_prefixes_are_continued(engine, tiny, prompts, max_rows):
 def test_check_fires_where_the_gap_stays(gaps):
     """One bad step of a healthy run (long degenerate answers) is forgiven, but not the third in a
     row. Ten times the tolerance, or NaN, is never forgiven."""
-    run, one = SimpleNamespace(args=Args(dtype="float32"), apart=0, world=ALONE), torch.ones(1, 1)
-    steps = [Rollout(old_logp=gap * one, rollout_logp=0 * one, mask=one) for gap in gaps]
+    run = SimpleNamespace(args=Args(dtype="float32"), gaps_in_a_row=0, world=ALONE)
+    ones = torch.ones(1, 1)
+    steps = [Rollout(old_logp=gap * ones, rollout_logp=0 * ones, mask=ones) for gap in gaps]
     for step in steps[:-1]:
         Run.check_sampler(run, [step])
     with pytest.raises(RunStopped, match="--sampler_tolerance"):

@@ -14,13 +14,12 @@ from common.distributed import World
 from common.launch import parse, resolve_auto
 from transformers import Qwen3Config
 
-from tests.helpers import SMALL, metrics, module_of, run_here, small, started
+from tests.helpers import SMALL, metrics, module_of, run_here, small
 
 # What is in a folder of the test stands for its name
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
-    ("grpo", "--model task.py", "task.py: is a file"),
+    ("grpo", "--task nowhere.py", "--task nowhere.py: cannot be read"),
     ("grpo", "--model some/typo", "some/typo: no such folder, and as a hub name neither cached"),
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
     ("grpo", "--model empty", "--model empty: cannot be loaded (Unrecognized model in empty"),
@@ -72,19 +71,12 @@ def test_bad_input_is_one_line(algorithm, flags, message, files, tmp_path, monke
     assert not list(tmp_path.iterdir()) and sorted(files.rglob("*")) == before
 
 
-ENVIRONMENTS = [
-    ({"WORLD_SIZE": "2", "MASTER_PORT": ""}, "no MASTER_PORT"),
-    ({"GLOO_SOCKET_IFNAME": "eth9"}, "cannot join the others"),
-]
-
-
-@pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
-def test_ranks_that_cannot_meet(environment, message, tmp_path, monkeypatch, capsys):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_ranks_that_cannot_meet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     assert run_here(grpo.main, *SMALL, "--run_dir", tmp_path / "run") == 2
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert "cannot join the others" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_task_of_slurm_says_that_it_is_alone_on_any_terminal(monkeypatch):
@@ -144,10 +136,3 @@ def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
     assert args.rollout == "hf"
     assert run_here(grpo.main, *SMALL, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
     assert "--rollout vllm: pip install" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_python_without_docstrings_is_refused():
-    run = started("grpo.py", PYTHONOPTIMIZE="2")
-    assert run.returncode == 2 and "PYTHONOPTIMIZE=2" in run.stderr
-    assert run.stderr.count("\n") == 1 and not run.stdout
