@@ -58,8 +58,8 @@ from pathlib import Path
 from random import Random  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import BadInput, Exponent, Several  # <own>
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import BadInput, Exponent, AtLeastTwo  # <own>
 from common.clock import timed  # <own>
 from common.data import Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
@@ -93,7 +93,7 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
+    warmup: CountOrZero = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
@@ -112,7 +112,7 @@ class Args(Flags):
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     boundary: str = ";"
     """Text that ends a segment; a token that ends in it allows a branch (paper: `.`)."""
-    branches: Several = 8
+    branches: AtLeastTwo = 8
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0
     """λ: weight of the branches' stream (paper)."""

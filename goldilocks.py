@@ -61,8 +61,8 @@ from random import Random  # <own>
 from typing import NamedTuple  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import BadInput, Share  # <own>
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import BadInput, Fraction  # <own>
 from common.clock import timed  # <own>
 from common.data import Problem, Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
@@ -96,7 +96,7 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
+    warmup: CountOrZero = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
@@ -115,13 +115,13 @@ class Args(Flags):
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     candidates: Count = 16
     """K: prompts that compete for each slot of the batch (our choice)."""
-    explore: Share = 0.1
+    explore: Fraction = 0.1
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 2048
     """Number of latest prompts from which the teacher learns (our choice)."""
     teacher_batch: Count = 64
     """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
-    teacher_updates: Whole = 2
+    teacher_updates: CountOrZero = 2
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""

@@ -49,7 +49,7 @@ import math
 from pathlib import Path
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch
@@ -79,7 +79,7 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
+    warmup: CountOrZero = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""

@@ -62,8 +62,8 @@ from pathlib import Path
 from typing import Literal  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import Share  # <own>
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import Fraction  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.distributed import gather  # <own>
@@ -97,7 +97,7 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
+    warmup: CountOrZero = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
@@ -109,15 +109,15 @@ class Args(Flags):
     """ε of the lower clip (paper)."""
     clip_high: NonNegative = 0.28  # <own>
     """ε of the upper clip (paper)."""
-    tau_p: Share = 0.002  # <own>
+    tau_p: Fraction = 0.002  # <own>
     """A token below this probability may be spurious (paper); a larger value finds more of them."""
     # <own>
     entropy_rule: Literal["all", "candidates"] = "all"
     """Tokens over which the quantile τ_h is taken: all (paper, versions 1 to 3), or candidates, the
     tokens below tau_p in right responses (paper, version 4)."""
-    entropy_quantile: Share = 0.8
+    entropy_quantile: Fraction = 0.8
     """all: the quantile; tokens of lower entropy may be spurious (paper, versions 1 to 3)."""
-    candidate_quantile: Share = 0.75
+    candidate_quantile: Fraction = 0.75
     """candidates: the quantile; those of lower entropy are spurious (paper, version 4)."""
     # </own>
 

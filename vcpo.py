@@ -65,7 +65,7 @@ import math
 from pathlib import Path
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
 from common.cli import BadInput  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
@@ -99,7 +99,7 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 0  # <own>
+    warmup: CountOrZero = 0  # <own>
     """Trained batches over which lr rises linearly (paper: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""
@@ -108,7 +108,7 @@ class Args(Flags):
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     # <own>
-    lag: Whole = 8
+    lag: CountOrZero = 8
     """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
     10 on MATH)."""
     is_cap: Positive = 8.0

@@ -92,7 +92,7 @@ def module_from(source: str, module: ModuleType) -> ModuleType:
     return mutant
 
 
-def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
+def failing(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
     """Yield the checks that fail on the module, one by one."""
     for check in checks:
         try:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import Run, justrl
-from .harness import counts, near
+from .harness import assert_statistics, near
 
 objective, statistics, CASES = justrl.objective, justrl.statistics, justrl.CASES
 
@@ -55,7 +55,7 @@ def check_metrics(module: ModuleType) -> None:
     A, p = module.advantages(R, "batch"), R.mean(1, keepdim=True)
     expected = {"apart": ((A - (R - p)).abs().sum(), 16)}
     expected["idle_push"] = A[1:3].abs().sum(), A.abs().sum()
-    counts(module.effect(R, A), expected)
+    assert_statistics(module.effect(R, A), expected)
 
 
 RUN = Run(stored={"grad_clip": 6.0})

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import Run
 from .formulas import Batch, clipped
-from .harness import ZSCORES, near, one, terms
+from .harness import ZSCORES, near, as_row, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -44,9 +44,9 @@ CASES = [
 def check_perplexities(module: ModuleType) -> None:
     """A sequence's ratio is the quotient of two perplexities of the response, π_old's over π_θ's:
     the loss of one response with Â = 1 is minus this number."""
-    old, now = one(-0.9, -2.0, -0.4), one(-0.5, -1.5, -0.7)  # log-probs of three tokens
+    old, now = as_row(-0.9, -2.0, -0.4), as_row(-0.5, -1.5, -0.7)  # log-probs of three tokens
     perplexity_old, perplexity = (-old.mean()).exp(), (-now.mean()).exp()
-    batch = {"logp": now, "old_logp": old, "mask": one(1, 1, 1), "advantages": one(1.0)[0]}
+    batch = {"logp": now, "old_logp": old, "mask": as_row(1, 1, 1), "advantages": as_row(1.0)[0]}
     loss = terms(module, module.Args(clip_high=0.5), **batch)[0]
     near(-loss, perplexity_old / perplexity, "s")
 

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from .formulas import Batch, without_mean, z_score
 
 NO_MEASURES = "measures returns nothing"
-CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
+CHOSEN_COLUMNS = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
 FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
 
@@ -55,7 +55,7 @@ def busy_batch() -> dict[str, Tensor]:
     return batch
 
 
-def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
+def busy_mini_batch(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
     """Return what `policy_loss` gets for a whole mini-batch, here the busy batch: the flags, log
     π_θ with gradient, and the columns."""
     args = replace(module.Args(), **flags)
@@ -68,7 +68,7 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
     return args, logp, batch
 
 
-def written(args: object, batch: Rollout) -> Batch:
+def as_batch(args: object, batch: Rollout) -> Batch:
     """Return a batch of the file as a `Batch` of its objective."""
     names = {"old": "old_logp", "mu": "rollout_logp", "ref": "ref_logp", "A": "advantages"}
     columns = {short: getattr(batch, name) for short, name in names.items()}
@@ -81,11 +81,11 @@ def agree(spec: ModuleType) -> list[Callable]:
     def cases(module: ModuleType) -> Iterator[tuple]:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
-            yield told, *reached(module, flags)
+            yield told, *busy_mini_batch(module, flags)
 
     def compare(module: ModuleType, divisions: list) -> None:
         for told, args, logp, batch in cases(module):
-            J, count = spec.objective(written(args, batch))
+            J, count = spec.objective(as_batch(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
             for parts in divisions:
                 total, number = 0.0, 0.0
@@ -111,8 +111,8 @@ def agree(spec: ModuleType) -> list[Callable]:
         for told, args, logp, batch in cases(module):
             pairs = module.measures(args, logp.detach(), batch)
             assert pairs, NO_MEASURES
-            expected = spec.statistics(written(args, batch))
-            counts(pairs, expected, told)
+            expected = spec.statistics(as_batch(args, batch))
+            assert_statistics(pairs, expected, told)
             more = pairs.keys() - expected.keys()
             assert not more, f"{told} measures returns more than is stated: {sorted(more)}"
             none = batch.rows(slice(0))
@@ -185,7 +185,7 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "proxy_logp": columns["old_logp"],  # lp_reg
     }
     batch = Rollout(**usual | columns)
-    if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
+    if hasattr(module, "choose_tokens") and not CHOSEN_COLUMNS & columns.keys():
         with torch.no_grad():
             module.choose_tokens(args, batch, ALONE)
     return logp, batch
@@ -222,7 +222,7 @@ def no_kl(module: ModuleType, **flags: object) -> object:
     )
 
 
-def one(*values: float) -> Tensor:
+def as_row(*values: float) -> Tensor:
     """Return a row `[1, n]` in float64."""
     return torch.tensor([values], dtype=torch.float64)
 
@@ -244,9 +244,9 @@ def weight(
     module: ModuleType, ratio: float, advantage: float, old: float = 1.0, **flags: object
 ) -> Tensor:
     """Return the gradient weight on ∇ log π of a one-token response with this ratio and π_old."""
-    old_logp = one(old).log()
-    columns = {"logp": old_logp + one(ratio).log(), "old_logp": old_logp}
-    columns |= {"advantages": one(advantage)[0], "mask": one(1.0)}
+    old_logp = as_row(old).log()
+    columns = {"logp": old_logp + as_row(ratio).log(), "old_logp": old_logp}
+    columns |= {"advantages": as_row(advantage)[0], "mask": as_row(1.0)}
     return -loss_and_gradient(module, no_kl(module, **flags), **columns)[1][0, 0]
 
 
@@ -275,7 +275,7 @@ def every_sample(draws: list[int]) -> tuple[Tensor, Tensor]:
     return torch.arange(len(draws)).repeat_interleave(torch.tensor(draws)), probabilities.log()
 
 
-def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
+def assert_statistics(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
     """Compare the statistics with these pairs (see common/metrics.py: Means)."""
     for name, (total, count) in expected.items():
         assert name in stats, f"{name} is missing from what measures returns"

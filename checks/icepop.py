@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import Run
 from .formulas import Batch, cut_shares, response_mean, share, surrogate
-from .harness import CENTRED, FIXTURE, loss_and_gradient, near, no_kl, one, toy_batch
+from .harness import CENTRED, FIXTURE, loss_and_gradient, near, no_kl, as_row, toy_batch
 
 
 def correction(b: Batch) -> Tensor:
@@ -68,7 +68,7 @@ def check_extremes(module: ModuleType) -> None:
     for name, expected in (("tis", 2.0), ("mis", 0.0)):
         flags = {"correction": name, "correction_level": "sequence", "w_high": 2.0}
         args = no_kl(module, length_norm=False, **flags)
-        _, gradient = loss_and_gradient(module, args, **batch, advantages=one(1.0)[0].float())
+        _, gradient = loss_and_gradient(module, args, **batch, advantages=as_row(1.0)[0].float())
         near(-gradient, 0 * mask + expected, f"{name}: the weights of 900 tokens")
 
 

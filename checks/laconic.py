@@ -7,7 +7,7 @@ import torch
 from common.distributed import ALONE
 
 from . import Run, grpo
-from .harness import ZSCORES, counts, near
+from .harness import ZSCORES, assert_statistics, near
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -27,7 +27,7 @@ def check_charge(module: ModuleType) -> None:
     near(made.charge(rewards, lengths), [[1.0, 0.8, -0.4, 0]], "rewards less the charge", 1e-6)
     assert rewards.tolist() == [[1, 1, 0, 0]]
     near(made.statistics()["charged"][0] / made.statistics()["charged"][1], 0.15, "charged", 1e-6)
-    counts(made.statistics(), {"over_budget": (2, 4), "price": (0.2, 1)})
+    assert_statistics(made.statistics(), {"over_budget": (2, 4), "price": (0.2, 1)})
 
 
 def check_price(module: ModuleType) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import Run
 from .formulas import Batch, clipped, cut_shares, token_mean
-from .harness import near, one
+from .harness import near, as_row
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -67,12 +67,12 @@ def check_token_rewards(module: ModuleType) -> None:
 def check_value_loss(module: ModuleType) -> None:
     """The loss is 1/2 max{(V - V̂)², (clip(V) - V̂)²}, with V clipped to V_old ± 0.2. Its gradient
     is 0 if V has left that range towards V̂ and is not as far beyond V̂."""
-    V = one(0.5, 0.9, 0.1, 0.9, 1.4, 0.0).requires_grad_()
-    old, returns = one(0.5, 0.5, 0.5, 0.5, 0.5, 0.0), one(1.0, 1.0, 1.0, 0.0, 1.0, 9.0)
-    loss, clipped = module.value_loss(V, old, returns, one(1.0, 1, 1, 1, 1, 0), 0.2)
+    V = as_row(0.5, 0.9, 0.1, 0.9, 1.4, 0.0).requires_grad_()
+    old, returns = as_row(0.5, 0.5, 0.5, 0.5, 0.5, 0.0), as_row(1.0, 1.0, 1.0, 0.0, 1.0, 9.0)
+    loss, clipped = module.value_loss(V, old, returns, as_row(1.0, 1, 1, 1, 1, 0), 0.2)
     loss.backward()
     near(loss, (0.5**2 + 0.3**2 + 0.9**2 + 0.9**2 + 0.4**2) / 2, "the sum")
-    near(V.grad, one(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
+    near(V.grad, as_row(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
     near(clipped, 1, "tokens that the clip leaves without a gradient")
 
 

@@ -69,12 +69,12 @@ class Rule(NamedTuple):
 # numpy, torch and vLLM need seeds and sizes below 2**32. Infinite values would turn means into NaN.
 MOST = 2**32 - 1
 Count = Annotated[int, Rule(f"from 1 to {MOST}", lambda x: 1 <= x <= MOST)]
-Several = Annotated[int, Rule(f"from 2 to {MOST}", lambda x: 2 <= x <= MOST)]
-Whole = Annotated[int, Rule(f"from 0 to {MOST}", lambda x: 0 <= x <= MOST)]
+AtLeastTwo = Annotated[int, Rule(f"from 2 to {MOST}", lambda x: 2 <= x <= MOST)]
+CountOrZero = Annotated[int, Rule(f"from 0 to {MOST}", lambda x: 0 <= x <= MOST)]
 Positive = Annotated[float, Rule("a number above 0, and finite", lambda x: 0 < x < math.inf)]
 NonNegative = Annotated[float, Rule("0 or more, and finite", lambda x: 0 <= x < math.inf)]
-Share = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
-PositiveShare = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Fraction = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
+PositiveFraction = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]
 # Below 0.01 a softmax gives one token all the probability; above 100 all tokens are about equal.
 Temperature = Annotated[float, Rule("from 0.01 to 100", lambda x: 0.01 <= x <= 100)]
 Exponent = Annotated[float, Rule("from 0 to 100", lambda x: 0 <= x <= 100)]
@@ -91,7 +91,7 @@ class Flags:
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep), a .jsonl or .parquet file, a data set on the hub
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
-    seed: Whole = 1
+    seed: CountOrZero = 1
     """Seed of the prompt order and of sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
     """Folder for the results (default: runs/<algorithm>-<task>-s<seed>)."""
@@ -105,7 +105,7 @@ class Flags:
     """Number of held-out problems (our choice)."""
     eval_samples: Count = 4
     """Sampled responses per held-out problem, besides the greedy one (our choice)."""
-    sample_every: Whole = 10
+    sample_every: CountOrZero = 10
     """Steps between groups of responses written token by token to samples.jsonl; step 1, every
     evaluation and the last step are written too (our choice; 0: no file)."""
     wandb: str = ""
@@ -119,7 +119,7 @@ class Flags:
     resume: Literal["no", "yes", "auto"] = "no"
     """Continue from the newest checkpoint in the run folder. auto: start anew if there is none;
     `--resume` alone: yes."""
-    back_to: Whole = 0
+    back_to: CountOrZero = 0
     """With --resume: go back to the checkpoint of this step and continue with other flags of the
     algorithm, such as a smaller lr or fewer minibatches (0: newest checkpoint, same flags)."""
     save_hf: bool = False
@@ -150,7 +150,7 @@ class Flags:
     float32, 0.05 in bfloat16, 0.1 in float8)."""
 
     # vLLM
-    vllm_memory: PositiveShare = 0.3
+    vllm_memory: PositiveFraction = 0.3
     """Share of each GPU's memory that vLLM may use, weights included (our choice)."""
     vllm_sleep: bool = False
     """Move vLLM's weights to CPU memory while the trainer computes."""
@@ -170,7 +170,7 @@ class Flags:
     by a third; no step of a large model has been timed."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more compute."""
-    shard_ranks: Whole = 0
+    shard_ranks: CountOrZero = 0
     """Neighbouring ranks that share one copy of the model (0: all ranks, or 1 below 10M
     parameters). With slow links between nodes, use the number of GPUs in a node."""
     offload: bool = False

@@ -55,8 +55,8 @@ def flags(function: ast.FunctionDef) -> list[str]:
 def explained(name: str) -> list[str]:
     """Write comment lines with the metrics that a file's `measures` returns."""
     spec = importlib.import_module(f"checks.{name}")
-    args, _, batch = harness.reached(importlib.import_module(MODULES[name]), spec.CASES[0])
-    names = ", ".join(spec.statistics(harness.written(args, batch)))
+    args, _, batch = harness.busy_mini_batch(importlib.import_module(MODULES[name]), spec.CASES[0])
+    names = ", ".join(spec.statistics(harness.as_batch(args, batch)))
     words = " ".join(spec.statistics.__doc__.split())
     text = f"A second exercise, if you like: the pairs (sum, count) of {names}. {words}"
     return [INDENT + line for line in textwrap.wrap(text, 94)]

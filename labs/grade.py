@@ -41,11 +41,11 @@ from tools import arguments
 from labs import exercise_checks
 from labs.blank import HEAD, TAKEN, single
 
-SECONDS = 30  # limit for one check; the slowest takes one second
+CHECK_SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
 # Checks of the whole, in their order. A wrong part fails them, too, so the first of those that fail
 # is shown, and only if every part holds.
-LATER = "check_fixture check_loss check_parts_add_up check_statistics".split()
+WHOLE_CHECKS = "check_fixture check_loss check_parts_add_up check_statistics".split()
 Check = Callable[[ModuleType], None]
 
 
@@ -71,7 +71,7 @@ def checks_of(name: str) -> list[Check]:
 def stage(check: Check | None) -> int:
     """Return 0 for a check of a part, or the place among the checks of the whole, from 1."""
     name = check.__name__ if check else ""
-    return LATER.index(name) + 1 if name in LATER else 0
+    return WHOLE_CHECKS.index(name) + 1 if name in WHOLE_CHECKS else 0
 
 
 def shown(failed: dict[Check | None, str]) -> list[Check | None]:
@@ -217,8 +217,8 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
 
 def next_verdict(results: Connection) -> tuple[str, bool]:
     """Return the next check's verdict, and whether the process goes on."""
-    if not results.poll(SECONDS):
-        return f"still running after {SECONDS} seconds: an endless loop?", False
+    if not results.poll(CHECK_SECONDS):
+        return f"still running after {CHECK_SECONDS} seconds: an endless loop?", False
     try:
         return results.recv(), True
     except EOFError:

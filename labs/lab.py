@@ -51,7 +51,8 @@ from checks.files import ROOT
 from tools import arguments
 from tqdm import tqdm
 
-SEEDS, QUICK = 20, 3  # seeds of a full run, and of a quick toy, which shows the same finding
+FULL_SEEDS = 20  # seeds of a full run
+TOY_SEEDS = 3  # seeds of a quick toy, which shows the same finding
 SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # flags of quick training runs
 SMOKE = "Smoke test: shows nothing"  # the title of quick training runs instead of the finding
 # The colour-blind can tell these apart (Okabe and Ito).
@@ -63,16 +64,18 @@ def main(lab: ModuleType) -> None:
     program = lab.__spec__.name.removesuffix(".__main__")
     parser = arguments(lab.__doc__, program)
     parser.add_argument("--seeds", type=int, help="runs of each arm (default: the page's)")
-    quick = f"a toy: {QUICK} seeds; training runs: one short run of each arm, which shows nothing"
+    quick = (
+        f"a toy: {TOY_SEEDS} seeds; training runs: one short run of each arm, which shows nothing"
+    )
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
     trains = is_training(lab)
     seeds = words.seeds
     if seeds is None:
-        seeds = getattr(lab, "SEEDS", SEEDS)
+        seeds = getattr(lab, "SEEDS", FULL_SEEDS)
         if words.quick:
-            seeds = 1 if trains else min(QUICK, seeds)
+            seeds = 1 if trains else min(TOY_SEEDS, seeds)
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
     kind = ".quick" if words.quick else ""  # a quick run must not overwrite a full one
@@ -83,7 +86,7 @@ def main(lab: ModuleType) -> None:
         results = run(lab, table, seeds, words.quick)
         drawn = lab.draw(results)
         if trains and words.quick:
-            entitle(drawn, SMOKE)
+            set_title(drawn, SMOKE)
             drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center")
         save(drawn, figure)
     except (BadInput, OSError) as error:
@@ -217,7 +220,7 @@ def text(rows: list[list[str]]) -> str:
 # Over seeds
 
 
-def over(runs: list[dict], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def median_and_band(runs: list[dict], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the median over seeds, and the ends of the middle 80%, of a number or a series."""
     values = np.array([run[name] for run in runs], float)  # inf means never
     return tuple(np.nanquantile(values, (0.5, 0.1, 0.9), 0, method="inverted_cdf"))
@@ -225,7 +228,8 @@ def over(runs: list[dict], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     """Write the median and the middle 80% of the seeds for a table: `0.51 (0.48–0.60)`."""
-    middle, low, high = (format(x, form).replace("inf", "never") for x in over(runs, name))
+    numbers = median_and_band(runs, name)
+    middle, low, high = (format(x, form).replace("inf", "never") for x in numbers)
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
@@ -241,17 +245,17 @@ def table(results: dict, numbers: dict[str, tuple], runs: bool = True) -> list[l
     return rows
 
 
-def last(name: str) -> Callable[[dict], float | None]:
+def last_value(name: str) -> Callable[[dict], float | None]:
     """Make a function for `table`: a column's last value, None if the run lacks the column."""
     return lambda run: run[name][-1] if len(run.get(name, [])) else None
 
 
-def late(name: str) -> Callable[[dict], float | None]:
+def mean_of_last_20(name: str) -> Callable[[dict], float | None]:
     """Make a function for `table`: a column's mean over the last 20 steps."""
     return lambda run: tail(run[name]) if len(run.get(name, [])) else None
 
 
-def high(name: str) -> Callable[[dict], float]:
+def maximum(name: str) -> Callable[[dict], float]:
     """Make a function for `table`: a column's highest value."""
     return lambda run: max(run[name])
 
@@ -286,12 +290,12 @@ def save(figure: object, path: Path) -> None:
         picture.save(partial, "png", optimize=True)
 
 
-def entitle(figure: object, words: str) -> None:
+def set_title(figure: object, words: str) -> None:
     """Write the finding, or a replacement, above a figure."""
     figure.suptitle(words, x=0.01, ha="left", fontsize=13, fontweight="bold")
 
 
-def sheet(
+def make_figure(
     title: str, *panels: str, width: float = 9.0, height: float = 4.2, rows: int = 1
 ) -> tuple:
     """Make a figure under its finding; return it with an axis for each panel's title."""
@@ -299,7 +303,7 @@ def sheet(
     from matplotlib.figure import Figure  # here, because it takes a second to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    entitle(figure, title)
+    set_title(figure, title)
     axes = figure.subplots(rows, len(panels) // rows, squeeze=False).flatten()
     for axis, words in zip(axes, panels):
         axis.set_title(words, fontsize=10, loc="left", color="#444444")
@@ -317,7 +321,7 @@ def plain_ticks(axis: object, which: str, ticks: tuple) -> None:
 
 def line(axis: object, x: np.ndarray, runs: list[dict], name: str, colour: str, **style) -> None:
     """Draw the median over seeds as a line, and the middle 80% as a band."""
-    middle, low, high = over(runs, name)
+    middle, low, high = median_and_band(runs, name)
     axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axis.plot(x, middle, color=colour, linewidth=2, **style)
 
@@ -334,7 +338,7 @@ def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> 
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
 
 
-def key(axis: object, colours: dict[str, str], x: float = 0.02, y: float | None = None) -> None:
+def legend(axis: object, colours: dict[str, str], x: float = 0.02, y: float | None = None) -> None:
     """Write each arm's name in its colour, if lines cross too often for labels: upwards from the
     lower corner, or downwards from y."""
     for place, (name, colour) in enumerate(colours.items()):
@@ -342,7 +346,7 @@ def key(axis: object, colours: dict[str, str], x: float = 0.02, y: float | None 
         label(axis, x, height, name, colour, xycoords="axes fraction")
 
 
-def bands(axis: object, runs: list[dict], column: str, colour: str, **style: object) -> None:
+def median_curve(axis: object, runs: list[dict], column: str, colour: str, **style: object) -> None:
     """Draw the median of a column over its steps as a line, and the middle 80% of the seeds (all of
     five) as a band, as far as all runs go. Each run is averaged over `width` steps."""
     width = style.pop("width", 1)

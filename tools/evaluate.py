@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
-from common.cli import BadInput, Count, Flags, Whole, blame, broken_rule
+from common.cli import BadInput, Count, Flags, CountOrZero, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
 from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto
@@ -68,7 +68,7 @@ class Args(Flags):
     """Length limit of a response (our choice)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model, float32 or bfloat16 (auto: bfloat16 on GPUs)."""
-    step: Whole = 0
+    step: CountOrZero = 0
     """Step of a run's checkpoint (0: the newest)."""
     run_dir: str = ""
     """Folder for the responses (default: the run's, else runs/evaluations)."""

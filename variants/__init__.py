@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
 
 MARKS = r"(?m)^\s*# </?own>\n|  # </?own>$"
 
@@ -39,7 +39,7 @@ class Trunk(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
+    warmup: CountOrZero = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's β1 and β2 (OpenRLHF's; verl and most papers: 0.9 0.999)."""

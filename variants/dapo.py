@@ -53,7 +53,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, NonNegative, Whole
+from common.cli import BadInput, Count, NonNegative, CountOrZero
 from common.clock import timed
 from common.data import Problem, Task
 from common.distributed import gather, global_sum, World
@@ -68,7 +68,7 @@ from variants import justrl, loop_of
 class Args(justrl.Args):
     max_draws: Count = 10
     """Rounds of sampling in a step, including the first; 1: no dynamic sampling (verl's recipe)."""
-    overlong_buffer: Whole = 24
+    overlong_buffer: CountOrZero = 24
     """The penalty grows over this many tokens before the limit (ours; paper: 4096 of 20480)."""
     overlong_penalty: NonNegative = 0.5
     """Punishment of a response of full length (paper: half of right minus wrong)."""

@@ -55,7 +55,7 @@ import math
 from typing import Literal
 
 from common.batch import Rollout
-from common.cli import NonNegative, Share
+from common.cli import NonNegative, Fraction
 from common.distributed import gather, World
 from common.launch import launch
 from common.metrics import clip_shares
@@ -73,12 +73,12 @@ class Args(Trunk):
     """ε of the lower clip (paper)."""
     clip_high: NonNegative = 0.28
     """ε of the upper clip (paper)."""
-    top_entropy: Share = 0.2
+    top_entropy: Fraction = 0.2
     """Share of the tokens that are trained: those of the largest entropy (paper)."""
     tokens: Literal["entropy", "kl_cov"] = "entropy"
     """Rule that chooses tokens: entropy (the tokens to train), or kl_cov, the covariance of log π_θ
     and Â (the tokens to keep near π_old)."""
-    kl_cov_share: Share = 2e-3
+    kl_cov_share: Fraction = 2e-3
     """kl_cov: share of tokens kept near π_old, by largest c (authors' 7B script; verl: 2e-4)."""
     kl_cov_coef: NonNegative = 1.0
     """κ of kl_cov: coefficient of |log r| on these tokens (authors' scripts; verl: 0.1)."""

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from functools import partial  # noqa: F401  (for LOOP)
 
 from common.batch import Rollout
-from common.cli import NonNegative, PositiveShare, Share
+from common.cli import NonNegative, PositiveFraction, Fraction
 from common.distributed import gather, World
 from common.launch import launch
 import torch
@@ -62,10 +62,10 @@ class Args(Trunk):
     """ε of the lower clip; at 1 there is no lower bound (authors' script)."""
     clip_high: NonNegative = 9.0
     """ε of the upper clip (authors' script)."""
-    rare_share: Share = 0.05
+    rare_share: Fraction = 0.05
     """ρ: share of the tokens with Â < 0, the rarest ones, that may be protected (our choice; paper:
     0.01 at 14B, 0.005 at 32B)."""
-    kappa: PositiveShare = 0.02
+    kappa: PositiveFraction = 0.02
     """κ: a token below this share of the most likely token's probability is noise (paper)."""
     proxy_weight: NonNegative = 1.0
     """β of the protecting term (authors' script)."""

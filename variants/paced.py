@@ -51,7 +51,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import Count, Positive, Share, Whole
+from common.cli import Count, Positive, Fraction, CountOrZero
 from common.launch import launch
 from torch import Tensor
 
@@ -64,17 +64,17 @@ from variants import Trunk, loop_of
 class Args(Trunk):
     anchor: Positive = 0.05
     """β: weight of KL(π_θ ‖ π_old) against the reward (paper)."""
-    target: Share = 0.5
+    target: Fraction = 0.5
     """τ: the chosen prompts should have this chance of a right answer (paper)."""
     candidates: Count = 16
     """K: prompts that compete for each slot of the batch (our choice)."""
-    explore: Share = 0.1
+    explore: Fraction = 0.1
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 256
     """Latest prompts the teacher learns from; few, so that V follows the student (our choice)."""
     teacher_batch: Count = 64
     """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
-    teacher_updates: Whole = 2
+    teacher_updates: CountOrZero = 2
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""

@@ -63,7 +63,7 @@ from dataclasses import dataclass
 import math
 
 from common.batch import Rollout
-from common.cli import NonNegative, Positive, PositiveShare, Share, Whole
+from common.cli import NonNegative, Positive, PositiveFraction, Fraction, CountOrZero
 from common.clock import timed
 from common.distributed import clip_gradients, divide_gradients, global_sum, shard
 from common.distributed import total_count, World
@@ -87,11 +87,11 @@ class Args(Trunk):
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO, STAPO: 0.28; DeepSeek-R1: 10)."""
     beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
-    gamma: PositiveShare = 1.0
+    gamma: PositiveFraction = 1.0
     """γ: discount of a reward per token (verl, TRL; PPO's paper: 0.99)."""
-    lam: Share = 0.95
+    lam: Fraction = 0.95
     """λ of the policy's advantages: 1 trusts the rewards, 0 the critic (paper; verl: 1)."""
-    lam_critic: Share = 0.95
+    lam_critic: Fraction = 0.95
     """λ of the critic's targets (paper: the policy's; VAPO's paper: 1)."""
     lam_length: NonNegative = 0.0
     """α: the policy's λ of a response is 1 - 1/(α|y|) instead of `lam`; 0: off (VAPO's paper:
@@ -102,7 +102,7 @@ class Args(Trunk):
     critic_lr: Positive = 1e-3
     """AdamW's learning rate for the critic, without warm-up (our choice; verl: ten times the
     policy's)."""
-    critic_warmup: Whole = 5
+    critic_warmup: CountOrZero = 5
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
 
     privileged: bool = False

@@ -46,7 +46,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, Positive, Share, Whole  # noqa: F401  (for LOOP)
+from common.cli import BadInput, Count, Positive, Fraction, CountOrZero  # noqa: F401  (for LOOP)
 from common.distributed import World
 from common.launch import launch
 import torch
@@ -62,7 +62,7 @@ from vcpo import ess_ratio, log_weight  # noqa: F401  (for LOOP)
 
 @dataclass
 class Args(Trunk):
-    tau_p: Share = 0.002
+    tau_p: Fraction = 0.002
     """A token below this probability may be spurious; 0: no mask (STAPO's paper)."""
     gate: bool = True
     """MASPO's gate; False: PPO's clip."""
@@ -72,7 +72,7 @@ class Args(Trunk):
     """Prompts in one update of the teacher; before it has them, choice is random (goldilocks.py)."""
     teacher_lr: Positive = 1e-3
     """The teacher's learning rate (goldilocks.py; real models: 1e-5)."""
-    branches: Whole = 8
+    branches: CountOrZero = 8
     """New endings of each failed response; 0: none (DEEP-GRPO's paper)."""
     boundary: str = ";"
     """Text that ends a segment; a token that ends in it allows a branch (DEEP-GRPO's paper: `.`)."""

@@ -33,7 +33,8 @@ from typing import NamedTuple
 from common.cli import BadInput, RunStopped, blame, say
 from common.tasks.answers import PATTERN, final_answer, in_one_spelling, marked_answer
 
-SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; a task file may set others in `bounds`
+# Bounds on one answer; a task file may set others in `bounds`.
+ANSWER_SECONDS, MEMORY = 5.0, 2 * 2**30
 LARGEST = 2**24  # of rewards: float32, in which they are compared, rounds larger integers
 TASK_FILE = re.compile(r"(.+\.py)(?::([^/]*))?")  # FILE.py or FILE.py:NAME
 START = 120.0  # seconds in which a worker must start: disks may be slow, but a hang must end
@@ -125,7 +126,7 @@ class Verifier:
 
     spec: str = ""
     workers: int = 0  # 0: one for each core, at most 8
-    seconds: float = SECONDS
+    seconds: float = ANSWER_SECONDS
     memory: int = MEMORY
     function: str = "reward"  # or "reply", in a task file with a tool
     problems: str = ""  # the `fingerprint` of the file, which the workers must also find

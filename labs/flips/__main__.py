@@ -86,14 +86,14 @@ COLOURS |= {"wrong μ": lab.BLUE, "both wrong": lab.ORANGE}
 
 def draw(results: dict) -> object:
     words = ("rollouts until success > 1/2", "entropy of the other 36 tokens at the end")
-    figure, axes = lab.sheet(TITLE, *words, width=10, height=5)
+    figure, axes = lab.make_figure(TITLE, *words, width=10, height=5)
     names = list(FILES)
     for axis, column in zip(axes, ("until", "entropy")):
         for place, (how, colour) in enumerate(COLOURS.items()):
             for row, name in enumerate(names):
                 if f"{name}, {how}" not in results:
                     continue
-                values = lab.over(results[f"{name}, {how}"], column)
+                values = lab.median_and_band(results[f"{name}, {how}"], column)
                 middle, low, high = np.minimum(values, ROLLOUTS)  # "never" is drawn at the edge
                 y = row + 0.18 * (place - 1.5)
                 axis.plot((low, high), (y, y), color=colour, linewidth=1.5, alpha=0.6)
@@ -106,7 +106,7 @@ def draw(results: dict) -> object:
         axis.set(ylim=(len(names) - 0.4, -0.6))
         axis.grid(visible=False, axis="y")
     axes[0].set_xlim(0, ROLLOUTS)
-    lab.key(axes[0], COLOURS, 0.62, 0.28)
+    lab.legend(axes[0], COLOURS, 0.62, 0.28)
     return figure
 
 

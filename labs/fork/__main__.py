@@ -87,12 +87,12 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     words = "the right answer, starting at 0.001", "what one rollout adds"
     words = *words, "the same, at five times the learning rate"
-    figure, (left, *others) = lab.sheet(TITLE, *words, width=12)
+    figure, (left, *others) = lab.make_figure(TITLE, *words, width=12)
     for arm, (colour, dashes) in LOOKS.items():
         if arm in ("GRPO", "MASPO"):  # the bands of the others would cover these two
             lab.line(left, np.arange(LONGEST), results[arm], "p", colour, linestyle=dashes)
         else:
-            middle = lab.over(results[arm], "p")[0]
+            middle = lab.median_and_band(results[arm], "p")[0]
             left.plot(middle, color=colour, linewidth=2, linestyle=dashes)
         for axis, times in zip(others, (1, 5)):
             lab.line(axis, STARTS, results[arm], f"added {times}", colour, linestyle=dashes)

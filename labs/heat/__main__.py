@@ -115,7 +115,7 @@ def level(run: dict) -> float:
 
 def middle(runs: list[dict]) -> float:
     """Return the median over seeds of the level."""
-    return float(lab.over([{"x": level(run)} for run in runs], "x")[0])
+    return float(lab.median_and_band([{"x": level(run)} for run in runs], "x")[0])
 
 
 def edge(results: dict, name: str) -> float:
@@ -144,7 +144,7 @@ def draw(results: dict) -> object:
     """Draw levels against the heat, of the embedded model and of others, and public runs without
     another known cause of a fall."""
     panels = "Included model (124,000 parameters)", "Other models", "Public runs"
-    figure, axes = lab.sheet(TITLE, *panels, width=13, height=4.6)
+    figure, axes = lab.make_figure(TITLE, *panels, width=13, height=4.6)
     if set(results) == set(QUICK):
         return figure
     colours = {1: lab.ORANGE, 4: lab.BLUE, 16: lab.GREEN, 64: lab.PINK}
@@ -154,13 +154,13 @@ def draw(results: dict) -> object:
             x = float(heat) * shift
             axes[0].scatter(x, level(run), s=22, color=colours[prompts], alpha=0.6)
     lab.plain_ticks(axes[0], "x", (3.6e-4, 7.3e-4, 1.5e-3))
-    lab.key(axes[0], {f"P = {prompts}": colour for prompts, colour in colours.items()})
+    lab.legend(axes[0], {f"P = {prompts}": colour for prompts, colour in colours.items()})
 
     models = json.loads((FOLDER / "table.json").read_text("utf-8"))["beside"]["models"]
     names = dict(zip(models, (lab.ORANGE, lab.BLUE, lab.PINK, lab.GREEN, lab.BLACK)))
     for model, points in models.items():
         axes[1].scatter(*zip(*points), s=22, color=names[model], alpha=0.7)
-    lab.key(axes[1], names, y=0.3)
+    lab.legend(axes[1], names, y=0.3)
 
     public = json.loads((FOLDER / "public.json").read_text("utf-8"))
     public = [run for run in public if not run["other_cause"]]
@@ -171,7 +171,7 @@ def draw(results: dict) -> object:
         y = sets.index(run["set"]) + above
         axes[2].scatter(heat, y, marker=marker, color=colour, s=20)
     axes[2].set_yticks(range(len(sets)), labels=sets, fontsize=8)
-    lab.key(axes[2], {"o did not fall": lab.BLUE, "x fell": lab.ORANGE})
+    lab.legend(axes[2], {"o did not fall": lab.BLUE, "x fell": lab.ORANGE})
     for axis in axes[:2]:
         axis.set_ylim(0, 1)
         axis.set_ylabel("greedy accuracy")

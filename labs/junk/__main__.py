@@ -147,7 +147,7 @@ LABELS = {  # panel -> x, y and words of each arm's label
 
 def draw(results: dict) -> object:
     words = "junk: probability of junk tokens", "fork: probability of the right token"
-    figure, axes = lab.sheet(TITLE, *words, "spark: share of seeds that find it", width=12)
+    figure, axes = lab.make_figure(TITLE, *words, "spark: share of seeds that find it", width=12)
     for axis, (task, labels) in zip(axes, LABELS.items()):
         for name, (x, y, text) in labels.items():
             runs = results[f"{task}, {name}"]

@@ -81,7 +81,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    figure, axes = lab.sheet(TITLE, "length of wrong answers", "length of right answers")
+    figure, axes = lab.make_figure(TITLE, "length of wrong answers", "length of right answers")
     for axis, which in zip(axes, ("wrong", "right")):
         for arm, colour in COLOURS.items():
             runs = results[arm]
@@ -89,7 +89,7 @@ def draw(results: dict) -> object:
             lab.line(axis, x, runs, which, colour)
             level = "top" if arm in LOWER[which] else "bottom"
             words = f"under it {arm}" if (which, arm) == UNDER else arm
-            lab.label(axis, x[-1], lab.over(runs, which)[0][-1], words, colour, va=level)
+            lab.label(axis, x[-1], lab.median_and_band(runs, which)[0][-1], words, colour, va=level)
         axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.6 * x[-1]), ylim=(0, None))
         axis.set_xticks((0, 50, 100, 150))
     return figure

@@ -110,7 +110,7 @@ def rows(results: dict) -> list[list[str]]:
 
 def draw(results: dict) -> object:
     """Draw tokens instead of steps, because arms differ in how many tokens a step has."""
-    figure, axes = lab.sheet(TITLE, "Adam, lr 0.05", "Adam, lr 0.3", width=10)
+    figure, axes = lab.make_figure(TITLE, "Adam, lr 0.05", "Adam, lr 0.3", width=10)
     chances = list(dict.fromkeys(p for _, p, _ in ARMS.values()))
     for axis, lr in zip(axes, (0.05, 0.3)):
         for place, p in enumerate(chances):

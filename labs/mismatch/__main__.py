@@ -51,10 +51,10 @@ SEEDS, LOW = 5, 0.5
 def rows(results: dict) -> list[list[str]]:
     """Make the table, with two more columns for the accuracy of the policy itself."""
     numbers = {
-        "greedy at the end": (lab.last("greedy"), ".2f"),
-        "sampled at the end": (lab.last("sampled"), ".2f"),
-        "the policy itself, greedy": (lab.last("policy_greedy"), ".2f"),
-        "the policy itself, sampled": (lab.last("policy_sampled"), ".2f"),
+        "greedy at the end": (lab.last_value("greedy"), ".2f"),
+        "sampled at the end": (lab.last_value("sampled"), ".2f"),
+        "the policy itself, greedy": (lab.last_value("policy_greedy"), ".2f"),
+        "the policy itself, sampled": (lab.last_value("policy_sampled"), ".2f"),
         "10³ KL(μ ‖ π_old), first 20": (lambda run: 1e3 * np.mean(run["sampler_kl"][:20]), ".1f"),
         "10³ KL(μ ‖ π_old), last 20": (lambda run: 1e3 * lab.tail(run["sampler_kl"]), ".1f"),
     }
@@ -69,7 +69,7 @@ def draw(results: dict) -> object:
     """Draw the figure. Three other methods and the gap are only in the table."""
     words = "three times the learning rate:\ngreedy accuracy at the end"
     words = words, "3 bits, usual learning rate:\naccuracy of policy and sampler"
-    figure, axes = lab.sheet(TITLE, *words, width=8.6)
+    figure, axes = lab.make_figure(TITLE, *words, width=8.6)
     arms = [*COLOURS, "exact sampler"]
     for y, arm in enumerate(reversed(arms)):
         ends = [run["greedy"][-1] for run in results[arm]]
@@ -79,12 +79,12 @@ def draw(results: dict) -> object:
     for arm, colour in zip(WIDE, (lab.BLUE, lab.ORANGE)):
         name = arm.removeprefix("3 bits, ")
         for column, who, style in (("policy_sampled", "policy", "-"), ("sampled", "sampler", ":")):
-            lab.bands(axes[1], results[arm], column, colour, linestyle=style)
+            lab.median_curve(axes[1], results[arm], column, colour, linestyle=style)
             end = np.median([run[column][-1] for run in results[arm]])
             if name != "no weight" or who == "sampler":  # its policy is too close to the other
                 lab.label(axes[1], results[arm][0][f"{column}@"][-1], end, who, colour)
     axes[1].set_ylim(0, 1.02)
-    lab.key(axes[1], {name: COLOURS[name] for name in ("weight π/μ", "no weight")})
+    lab.legend(axes[1], {name: COLOURS[name] for name in ("weight π/μ", "no weight")})
     for axis in axes:
         axis.tick_params(labelsize=12)
     return figure

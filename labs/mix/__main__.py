@@ -34,9 +34,9 @@ def rows(results: dict) -> list[list[str]]:
     with the fewest tokens ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     numbers = {
-        "highest greedy": (lab.high("greedy"), ".2f"),
-        "greedy at the end": (lab.last("greedy"), ".2f"),
-        "sampled at the end": (lab.last("sampled"), ".2f"),
+        "highest greedy": (lab.maximum("greedy"), ".2f"),
+        "greedy at the end": (lab.last_value("greedy"), ".2f"),
+        "sampled at the end": (lab.last_value("sampled"), ".2f"),
         "zero-variance groups": (lambda run: np.mean(run["zero_groups"]), ".2f"),
         "tokens, thousands": (lambda run: lab.spent(run)[-1], ".0f"),
         "sampled at equal tokens": (lambda run: lab.at_tokens(run, least), ".2f"),
@@ -50,13 +50,15 @@ def draw(results: dict) -> object:
         "held-out accuracy, greedy",
         "zero-variance groups (share)",
     )
-    figure, axes = lab.sheet(TITLE, *words, width=11)
+    figure, axes = lab.make_figure(TITLE, *words, width=11)
     for axis, column, width in zip(axes, ("sampled", "greedy", "zero_groups"), (1, 1, 9)):
         for arm, colour in COLOURS.items():
             style = {"linestyle": "--" if arm == "PACED" else "-", "width": width}
-            lab.bands(axis, results[arm], column, colour, **style)
+            lab.median_curve(axis, results[arm], column, colour, **style)
         axis.set_ylim(0, 1.02)
-        lab.key(axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27)
+        lab.legend(
+            axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27
+        )
     return figure
 
 

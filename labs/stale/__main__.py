@@ -28,9 +28,9 @@ SEEDS, LOW = 5, 0.5  # runs of each arm; accuracies below LOW count as lost
 
 def rows(results: dict) -> list[list[str]]:
     numbers = {
-        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "greedy at the end": (lab.last_value("greedy"), ".2f"),
         "lowest after step 0": (lambda run: min(run["greedy"][1:]), ".2f"),
-        "ESS/B, last 20 steps": (lab.late("ess_ratio"), ".2f"),
+        "ESS/B, last 20 steps": (lab.mean_of_last_20("ess_ratio"), ".2f"),
         "√(ESS/B), mean": (lambda run: np.mean(np.sqrt(run["ess_ratio"])), ".2f"),
     }
     table = lab.table(results, numbers, runs=False)
@@ -42,10 +42,10 @@ def rows(results: dict) -> list[list[str]]:
 
 def draw(results: dict) -> object:
     words = "held-out accuracy, greedy", "effective sample size (share of the batch)"
-    figure, axes = lab.sheet(TITLE, *words)
+    figure, axes = lab.make_figure(TITLE, *words)
     lab.curves(axes[0], results, "greedy", COLOURS)
     lab.curves(axes[1], results, "ess_ratio", COLOURS, 9)
-    lab.key(axes[0], COLOURS)
+    lab.legend(axes[0], COLOURS)
     for axis in axes:
         axis.set_ylim(0, 1.02)
     return figure

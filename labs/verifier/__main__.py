@@ -24,21 +24,21 @@ SEEDS = 5
 
 def rows(results: dict) -> list[list[str]]:
     numbers = {
-        "training reward": (lab.late("reward"), ".2f"),
-        "held-out greedy": (lab.last("greedy"), ".2f"),
-        "highest before": (lab.high("greedy"), ".2f"),
-        "tokens per response": (lab.late("response_len"), ".0f"),
+        "training reward": (lab.mean_of_last_20("reward"), ".2f"),
+        "held-out greedy": (lab.last_value("greedy"), ".2f"),
+        "highest before": (lab.maximum("greedy"), ".2f"),
+        "tokens per response": (lab.mean_of_last_20("response_len"), ".0f"),
     }
     return lab.table(results, numbers, runs=False)
 
 
 def draw(results: dict) -> object:
     words = "training reward (its verifier's)", "held-out accuracy, greedy (strict)"
-    figure, axes = lab.sheet(TITLE, *words)
+    figure, axes = lab.make_figure(TITLE, *words)
     for axis, column, width in zip(axes, ("reward", "greedy"), (9, 1)):
         lab.curves(axis, results, column, COLOURS, width)
         axis.set_ylim(0, 1.02)
-    lab.key(axes[0], COLOURS)
+    lab.legend(axes[0], COLOURS)
     return figure
 
 

@@ -119,8 +119,8 @@ def test_wrong_losses_fail_and_right_ones_pass(name, monkeypatch):
     of_the_loss = {check.__name__ for check in grade.checks_of("grpo")} - {"check_statistics"}
     every = [check for check in checks.of(name)[0] if check.__name__ in of_the_loss]
     for what, pair in (WRONG | known | RIGHT).items():
-        failing = [*checks.red(checks.mutate(module_of(name), *pair), every)]
-        assert bool(failing) == (what not in RIGHT), (what, failing)
+        failed = [*checks.failing(checks.mutate(module_of(name), *pair), every)]
+        assert bool(failed) == (what not in RIGHT), (what, failed)
 
 
 def test_a_wrong_part_hides_the_whole():
@@ -171,7 +171,7 @@ ACCIDENTS = {
 def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     """The exit code is 1, there is no traceback, and what the file prints is not in the verdict."""
     source, words = ACCIDENTS[case]
-    monkeypatch.setattr(grade, "SECONDS", 2)
+    monkeypatch.setattr(grade, "CHECK_SECONDS", 2)
     path = tmp_path / "pass_at_k.py"
     path.write_text(source + "\nprint('noise')\n")
     monkeypatch.setattr(sys, "argv", ["grade", str(path), "--hint"])
@@ -207,4 +207,4 @@ def test_every_bug_is_one_place_and_seen(number):
     module = importlib.import_module(MODULES[one.file])
     if one.seen_by != bug.LOOP:
         named = [check for check in checks.of(one.file)[0] if check.__name__ == one.seen_by]
-        assert list(checks.red(checks.mutate(module, *one.damage()), named))
+        assert list(checks.failing(checks.mutate(module, *one.damage()), named))
