@@ -8,14 +8,15 @@ this order:
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     distributed   ranks: sharding, exact sums and means, clean stops
 A response goes this way: `rollout` samples its token ids, `data` decodes them to text and hands the
-text to a worker of `tasks/reward`; the worker returns a verdict, and `Task.score` writes it into
-columns of the batch. The loss reads the advantages that `main` makes of these rewards.
+text to a worker of `tasks/reward`; the worker returns a verdict, and `Task.score` (in `data`)
+writes it into columns of the batch. The loss reads the advantages that `main` makes of them.
 
 You need the others
     data          to see how a problem becomes prompt tokens, and a text its reward
     metrics       to see what a number in metrics.jsonl means
     cli, launch   for a flag, an error message, or the way from the command line to `main`
-    model, model_files   to load another family of models
+    model         to add a family of models: a list, and how one is loaded
+    model_files   if a model's folder is refused: what its files must declare
     run, clock    for what a run logs and prints, what stops it, and where the time of a step goes
     tasks/sources, rows  for a data set of your own (hub.json lists those that are known)
     tasks/answers, equality   if a right answer earns nothing: which text is the answer, what equals
