@@ -216,8 +216,8 @@ class Curriculum:
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
         # Each rank computes f for its own slots. Then every rank chooses for all slots, so that no
         # two ranks take the same prompt.
-        asked = [one.prompt_ids for slot in pool[rank * P : (rank + 1) * P] for one in slot]
-        values = gather(self.predict(asked), self.world).view(B, K).cpu()  # [B, K]
+        ids = [problem.prompt_ids for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
+        values = gather(self.predict(ids), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
         self.rng.seed(f"{args.seed}/{step}")
         return select(values, pool, explore, self.rng)
@@ -239,8 +239,9 @@ class Curriculum:
             if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
                 self.optimizer.step()
             self.optimizer.zero_grad()
-        best, idle = torch.tensor([not one.by_chance for one in chosen]), observed == 0  # [B], [B]
-        above = torch.tensor([one.above for one in chosen])  # [B]
+        best = torch.tensor([not choice.by_chance for choice in chosen])  # [B]
+        above = torch.tensor([choice.above for choice in chosen])  # [B]
+        idle = observed == 0  # [B]
         return {
             "chosen_over_mean": ((above * best).sum(), best.sum()),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
@@ -344,7 +345,7 @@ def main(args: Args, world: World) -> None:
 
         # 1. Rollout: for each of P slots the candidate from which most can be learned, G responses.
         chosen = curriculum.choose(step)  # <own>
-        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]  # <own>
+        problems = [pick.problem for pick in chosen[world.rank * P : (world.rank + 1) * P]]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 

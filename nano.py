@@ -3,6 +3,10 @@
 A model samples a group of responses to each prompt. A verifier gives 1 point for a right answer.
 A response above the mean of its group becomes more likely, and a response below it less likely.
 grpo.py computes the same loss and adds what a real run needs: flags, ranks, vLLM, resume and more.
+1. Kept: the clip and the KL term of the loss.
+2. Kept: z-scores within groups as advantages, and several updates per rollout.
+3. Left out: ranks and sharding, vLLM, resume and logging to files.
+4. Left out: exact sums over micro-batches, because a mini-batch fits into one pass.
 """
 
 import random

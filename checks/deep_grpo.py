@@ -44,8 +44,8 @@ def check_pivot_distribution(module: ModuleType) -> None:
     """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), the probabilities with which the authors draw."""
     for case in AUTHORS:
         u, v = case["fit"] or (0.0, math.inf)
-        found = module.pivot_distribution(case["segments"], u, v, case["gamma"])[1]
-        near(found, torch.tensor(case["q"], dtype=torch.float64), "Q", 1e-10)
+        Q = module.pivot_distribution(case["segments"], u, v, case["gamma"])[1]
+        near(Q, torch.tensor(case["q"], dtype=torch.float64), "Q", 1e-10)
 
 
 def check_choice_is_in_proportion(module: ModuleType) -> None:
@@ -64,8 +64,8 @@ def check_fit(module: ModuleType) -> None:
     up to 10 outcomes, and if all are the same."""
     for case in AUTHORS:
         pairs = [(i / segments, float(success)) for i, segments, success in case["feedback"]]
-        found, expected = module.fit_success(pairs), case["fit"] or (0.0, math.inf)
-        near(torch.tensor(found).double(), torch.tensor(expected).double(), "u and v", 2e-3)
+        fit, expected = module.fit_success(pairs), case["fit"] or (0.0, math.inf)
+        near(torch.tensor(fit).double(), torch.tensor(expected).double(), "u and v", 2e-3)
 
 
 FIXTURES = {"bnpo_eps0.2_tokenmean": {}}  # without branches
@@ -73,7 +73,7 @@ FIXTURES = {"bnpo_eps0.2_tokenmean": {}}  # without branches
 
 def check_branches(module: ModuleType) -> None:
     """Failed responses are cut where their pivots and the fit say; an ending knows its parent."""
-    cuts, asked = {6: 1, 7: 0, 8: 2}, []  # first token of a failed response: tokens kept
+    cuts, requested = {6: 1, 7: 0, 8: 2}, []  # first token of a failed response: tokens kept
     rows = [[5, 9], [6, 9, 9], [7, 9, 1], [8, 9, 9]]
 
     def choose(response: list[int], ends: set, u: float, v: float, *more: object) -> tuple:
@@ -81,10 +81,10 @@ def check_branches(module: ModuleType) -> None:
         return cuts[response[0]], 0.5
 
     def generate(prompts: list, n: int, limit: int, T: float, prefixes: list) -> Rollout:
-        asked.extend(prefixes)
+        requested.extend(prefixes)
         tokens = [[4, i] for i in range(len(prompts) * n)]
-        given = {"prefixes": prefixes, "eos": [1], "device": "cpu"}
-        return Rollout.pack(prompts=prompts, tokens=tokens, logps=tokens, **given)
+        options = {"prefixes": prefixes, "eos": [1], "device": "cpu"}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=tokens, **options)
 
     def pack(tokens: list) -> Rollout:
         how = {"logps": tokens, "eos": [1], "device": "cpu"}
@@ -100,7 +100,7 @@ def check_branches(module: ModuleType) -> None:
     fit = lambda pairs: (3.0 * len(pairs), -1.0)  # noqa: E731
     with mock.patch.multiple(module, fit_success=fit, choose_pivot=choose):
         used, _ = branches.grow(pack(rows), torch.tensor([[1.0, 0], [0, 0]]), problems)
-    assert asked == [[6], [], [8, 9]]
+    assert requested == [[6], [], [8, 9]]
     near(used.origin, [1, 1, 3, 3], "the parents of endings that have an advantage")
     assert [pair[1] for pair in branches.feedback] == [1.0, 1.0, 0.0, 1.0]
 

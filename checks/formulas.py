@@ -71,7 +71,7 @@ def clip_statistics(b: Batch) -> dict[str, tuple]:
     """clip_share counts the response tokens that lose their gradient by the clip: Â > 0 and r > 1 +
     clip_high (clip_above), or Â < 0 and r < 1 - clip_low (clip_below). ref_kl is k3 itself, not
     times β."""
-    found = cut_shares(b, b.A[:, None])
+    statistics = cut_shares(b, b.A[:, None])
     if getattr(b.args, "beta", 0.0) > 0:
-        found["ref_kl"] = share(k3(b), b.mask)
-    return found
+        statistics["ref_kl"] = share(k3(b), b.mask)
+    return statistics

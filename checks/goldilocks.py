@@ -65,8 +65,8 @@ def check_gradient_law(module: ModuleType) -> None:
         scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each
         apart = (pi * RIGHT) @ scores / p - (pi * (1 - RIGHT)) @ scores / (1 - p)
         law = (p * (1 - p)).sqrt() * apart.norm()
-        found = theta.grad.norm() / law * (n / (n - 1)) ** 0.5  # the file divides by a sample's std
-        near(found, 1, f"|∇J|, divided by the law's, at p = {p:.3g}", 1e-3)
+        ratio = theta.grad.norm() / law * (n / (n - 1)) ** 0.5  # the file divides by a sample's std
+        near(ratio, 1, f"|∇J|, divided by the law's, at p = {p:.3g}", 1e-3)
 
 
 def check_lesson(module: ModuleType) -> None:

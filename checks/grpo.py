@@ -40,8 +40,8 @@ def check_coefficients(module: ModuleType) -> None:
         args = no_kl(module, clip_low=low, clip_high=high)
         acts = (A > 0) & (r > 1 + high) | (A < 0) & (r < 1 - low)
         expected = torch.where(acts, 0.0, r * A)
-        found = -len(r) * loss_and_gradient(module, args, **batch)[1][:, 0]
-        for (ratio, advantage), ours, theirs in zip(pairs.tolist(), found, expected):
+        weights = -len(r) * loss_and_gradient(module, args, **batch)[1][:, 0]
+        for (ratio, advantage), ours, theirs in zip(pairs.tolist(), weights, expected):
             told = f"r = {ratio}, Â = {advantage}, --clip_low {low} --clip_high {high}"
             near(ours, theirs, f"the weight at {told}")
 
@@ -88,14 +88,14 @@ def check_kl_ratio(module: ModuleType) -> None:
     logp = theta.log_softmax(0)
     kl = (logp.exp() * (logp - ref)).sum()
     (truth,) = torch.autograd.grad(kl, theta, retain_graph=True)
-    found = {}
+    terms = {}
     for weighed in (True, False):
         loss = kl_term(module, logp, ref, draws, kl_ratio=weighed)
-        found[weighed] = loss, torch.autograd.grad(loss, theta, retain_graph=True)[0]
-    near(found[True][0], kl, "with kl_ratio the KL term, over all samples of π_old")
-    near(found[True][1], truth, "its gradient by the logits, against KL(π_θ ‖ π_ref)'s")
-    assert abs(found[False][0] - kl) > 1e-3, "without kl_ratio k3 is weighed by r, too"
-    assert not torch.allclose(found[False][1], truth, rtol=1e-2)
+        terms[weighed] = loss, torch.autograd.grad(loss, theta, retain_graph=True)[0]
+    near(terms[True][0], kl, "with kl_ratio the KL term, over all samples of π_old")
+    near(terms[True][1], truth, "its gradient by the logits, against KL(π_θ ‖ π_ref)'s")
+    assert abs(terms[False][0] - kl) > 1e-3, "without kl_ratio k3 is weighed by r, too"
+    assert not torch.allclose(terms[False][1], truth, rtol=1e-2)
 
 
 FIXTURES = {"grpo_eps0.2_seqmean": {}}

@@ -149,22 +149,22 @@ def matches(spec: ModuleType) -> Callable:
 ROUNDING = 0.0  # the grader allows what float32 rounds off, relative and absolute
 
 
-def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
-    """Raise AssertionError if found and expected differ by more than the tolerance and ROUNDING.
+def near(value: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
+    """Raise AssertionError if value and expected differ by more than the tolerance and ROUNDING.
     The message has the name, both numbers and, for tensors, the place with the largest
     difference."""
-    found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
-    assert found.shape == expected.shape, (
-        f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
+    value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
+    assert value.shape == expected.shape, (
+        f"{what}: of shape {list(value.shape)}, expected {list(expected.shape)}"
     )
-    distance = (found - expected).abs() - ROUNDING * (1 + expected.abs())
+    distance = (value - expected).abs() - ROUNDING * (1 + expected.abs())
     # Where both are the same infinity there is no distance
-    apart = torch.where(found == expected, 0.0, distance).nan_to_num(torch.inf)
-    if found.numel() and apart.max() > tolerance:
+    apart = torch.where(value == expected, 0.0, distance).nan_to_num(torch.inf)
+    if value.numel() and apart.max() > tolerance:
         at = int(apart.argmax())
-        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape))
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), value.shape))
         where = f" at {list(place)}" if place else ""
-        ours, theirs = found.flatten()[at].item() + 0.0, expected.flatten()[at].item()  # no -0
+        ours, theirs = value.flatten()[at].item() + 0.0, expected.flatten()[at].item()  # no -0
         raise AssertionError(f"{what}{where}: {ours:.8g}, expected {theirs:.8g}")
 
 
@@ -256,10 +256,10 @@ def advantages_match(module: ModuleType, case: str, rule: Callable[[Tensor], Ten
     1e-4 that is added to std."""
     numbers = FIXTURE["advantages"]
     rewards = torch.tensor(numbers["rewards"], dtype=torch.float64)
-    found = module.advantages(rewards.clone())
-    for group, ours, theirs in zip(rewards.tolist(), found, numbers[case]):
+    A = module.advantages(rewards.clone())
+    for group, ours, theirs in zip(rewards.tolist(), A, numbers[case]):
         near(ours, theirs, f"advantages of rewards {group}", 1e-3)
-    assert found.shape == rewards.shape, f"of rewards [P, G] they are {list(found.shape)}"
+    assert A.shape == rewards.shape, f"of rewards [P, G] they are {list(A.shape)}"
     one_right = 8 * torch.eye(64, dtype=torch.float64)[:1]  # std is 1
     near(module.advantages(one_right.clone()), rule(one_right), "of a reward 8 and 63 of 0", 1e-3)
 

@@ -28,8 +28,8 @@ def weights_of(policy: Policy) -> Weights:
     return {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
 
 
-def same(one: Weights, other: Weights) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in other)
+def same(weights: Weights, other: Weights) -> bool:
+    return all(torch.equal(weights[name], other[name]) for name in other)
 
 
 def check_what_is_rounded(module: ModuleType) -> None:

@@ -55,9 +55,9 @@ def check_weights(module: ModuleType) -> None:
     sign, ratios far out and on the way back, other flags, width and risk at their bounds."""
     for case in FIXTURE["maspo"]["cases"]:
         for ratio, old, advantage, expected in case["rows"]:
-            found = weight(module, ratio, advantage, old, **case["flags"])
+            value = weight(module, ratio, advantage, old, **case["flags"])
             told = f"the weight at r = {ratio:.3g}, Â = {advantage}, π_old = {old:.3g}"
-            near(found, expected, told, 1e-9 * max(1, abs(expected)))
+            near(value, expected, told, 1e-9 * max(1, abs(expected)))
 
 
 FIXTURES = {"maspo_default_tokenmean": {}}

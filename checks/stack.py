@@ -46,8 +46,8 @@ def check_layers_off(module: ModuleType) -> None:
     """Without mask, gate and branches, loss and gradient are justrl.py's."""
     batch = busy_batch() | {"branch": torch.zeros(9, dtype=torch.float64)}
     ours = loss_and_gradient(module, module.Args(tau_p=0.0, gate=False), **batch)
-    for found, expected in zip(ours, loss_and_gradient(justrl, justrl.Args(), **batch)):
-        near(found, expected, "the loss without layers, and its gradient")
+    for value, expected in zip(ours, loss_and_gradient(justrl, justrl.Args(), **batch)):
+        near(value, expected, "the loss without layers, and its gradient")
 
 
 CASES = [{"tau_p": 0.45}, {"tau_p": 0.45, "gate": False}, {"tau_p": 0.0}]

@@ -73,7 +73,7 @@ class Engine:
 def reply(texts: list[str], answers: list[str]) -> list[tuple[str | None, str]]:
     """Reply `7` after `=`. The call of the prompt with the answer "fails" fails."""
     calls = [text.endswith("=") for text in texts]
-    failures = ["an error" * (call and said == "fails") for call, said in zip(calls, answers)]
+    failures = ["an error" * (call and answer == "fails") for call, answer in zip(calls, answers)]
     return [("7" if call else None, failure) for call, failure in zip(calls, failures)]
 
 
@@ -92,16 +92,16 @@ def check_turns(module: ModuleType) -> None:
         prompts, answers = [[prompt] for prompt in SCRIPT], ["", "", "", "", "fails"]
         made = turns.generate(prompts, 2, 8, 0.7, top_p=0.9, answers=answers)
         for row in range(10):
-            prompt, said = 10 + row // 2, f"of response {row} with --failed_call {rule}"
+            prompt, case = 10 + row // 2, f"of response {row} with --failed_call {rule}"
             tokens, mask, logps, ends = EXPECTED[prompt] if rule == "reply" else ENDED
             if prompt != 14:
                 tokens, mask, logps, ends = EXPECTED[prompt]
             padding = [0.0] * (made.mask.shape[1] - len(tokens))
-            near(made.sequences[row], [prompt, *tokens, *padding], f"prompt and tokens {said}")
-            near(made.mask[row], mask + padding, f"mask {said}")
-            near(made.rollout_logp[row], logps + padding, f"log μ {said}", 1e-6)
+            near(made.sequences[row], [prompt, *tokens, *padding], f"prompt and tokens {case}")
+            near(made.mask[row], mask + padding, f"mask {case}")
+            near(made.rollout_logp[row], logps + padding, f"log μ {case}", 1e-6)
             ended = [getattr(made, name)[row] for name in ("calls", "failed", "finished")]
-            near(ended, ends, f"calls, failed and finished {said}")
+            near(ended, ends, f"calls, failed and finished {case}")
 
 
 def check_dropped(module: ModuleType) -> None:

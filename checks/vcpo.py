@@ -113,11 +113,11 @@ def check_shifts(module: ModuleType) -> None:
         return logp[: len(part)], part.row[:, 0]
 
     with mock.patch.object(module, "gradient_norms", passed):
-        found = module.baseline_shifts(module.Args(group_size=4), None, batch, ALONE).view(3, 4)
+        shifts = module.baseline_shifts(module.Args(group_size=4), None, batch, ALONE).view(3, 4)
     log_w = (logp[:8] - mu[[*range(4), *range(8, 12)]]).view(2, 4)
     expected = module.baseline_shift(log_w, norms[[*range(4), *range(8, 12)]].view(2, 4), A[::2])
-    near(found[[0, 2]], expected[:, None].expand(2, 4), "b of two groups")
-    near(found[1], torch.zeros(4), "b of equal rewards")
+    near(shifts[[0, 2]], expected[:, None].expand(2, 4), "b of two groups")
+    near(shifts[1], torch.zeros(4), "b of equal rewards")
 
 
 SHARED = [check_equal_rewards]

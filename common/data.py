@@ -114,7 +114,7 @@ def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
 def name_unknown_words(problems: list[Problem], tokenizer: Tokenizer) -> None:
     """Say how many tokens of the prompts are the unknown token, unless it has another use, too."""
     token = getattr(tokenizer, "unk_token", None)
-    ids = [one for problem in problems for one in problem.prompt_ids]
+    ids = [token_id for problem in problems for token_id in problem.prompt_ids]
     if token and token not in (tokenizer.eos_token, tokenizer.bos_token):
         if unknown := ids.count(tokenizer.unk_token_id):
             aside(f"--model: of {len(ids)} tokens of prompts {unknown} are {token}, unknown words")

@@ -72,11 +72,11 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def setup() -> World:
     """Join the process group, by NCCL on GPUs or gloo on CPUs. `python file.py` is one rank."""
-    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if alone and os.environ.get("SLURM_NTASKS", "1") != "1":
         say("SLURM_NTASKS is not 1, but this process is a run of its own: use torchrun")
-    for name, value in one.items():  # vLLM reads these variables, too
+    for name, value in defaults.items():  # vLLM reads these variables, too
         os.environ[name] = value if alone else os.environ.get(name, value)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -113,7 +113,7 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     give the same gradient but add 15% to a step at the embedded model's size.
     """
     # Find the decoder's layers by type: families name them differently.
-    layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
     size = sum(parameter.numel() for parameter in policy.parameters())
     if args.compile:
         policy.compiled = True

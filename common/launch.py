@@ -103,13 +103,13 @@ def parse(Args: type[Flags]) -> Flags:
         alone = place + 1 == len(words) or words[place + 1].startswith("--")
         if word == "--resume" and alone:
             words[place] = "--resume=yes"
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             args = tyro.cli(Args, args=words, description=description, use_underscores=True)
     except SystemExit as stop:
         if stop.code:
-            words = re.sub("[─│╭╮╰╯]|-{3,}", " ", said.getvalue()).split()
+            words = re.sub("[─│╭╮╰╯]|-{3,}", " ", output.getvalue()).split()
             raise BadInput(" ".join(words)) from None
         raise  # after --help
     for name, value in vars(args).items():
@@ -144,16 +144,16 @@ def check_defaults(args: Flags, words: list[str]) -> None:
     named = {word.partition("=")[0].replace("-", "_") for word in words}
     left = [flag for flag in USUAL if f"__{flag}" not in named]
     if left and args.model not in EMBEDDED and parameters_of(args.model) > SMALL:
-        asked = " and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
-        raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
+        flags = " and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
+        raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {flags}")
 
 
 def resolve_auto(args: Flags, world: World, model: str) -> None:
     """Replace each `auto` for this model and machine; check that ranks divide into groups."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, too long for an embedded model
-        found = importlib.util.find_spec("vllm") if gpu and model not in EMBEDDED else None
-        args.rollout = "vllm" if found and found.origin else "hf"  # a mere folder has no origin
+        spec = importlib.util.find_spec("vllm") if gpu and model not in EMBEDDED else None
+        args.rollout = "vllm" if spec and spec.origin else "hf"  # a mere folder has no origin
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"

@@ -83,11 +83,11 @@ def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """List the token ids that end a response: those that a model declares, the tokenizer's EOS, and
     the chat template's end of a turn, which base models do not declare."""
     ids = declared if isinstance(declared, list) else [declared]
-    ids = [one for one in [*ids, tokenizer.eos_token_id] if one is not None]
-    if not ids or not all(isinstance(one, int) for one in ids):
+    ids = [token_id for token_id in [*ids, tokenizer.eos_token_id] if token_id is not None]
+    if not ids or not all(isinstance(token_id, int) for token_id in ids):
         raise ValueError(f"tokenizer and generation config name no EOS tokens by number: {ids}")
     ids = list(dict.fromkeys(ids))
-    turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
+    turn_end = [token_id for token_id in turn_end_of(tokenizer) if token_id not in ids]
     if turn_end:
         token = tokenizer.decode(turn_end)
         say(f"a response also ends at {token}, with which the chat template ends a turn")

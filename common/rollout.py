@@ -161,8 +161,8 @@ class HFEngine:
         # Without sliding windows, sdpa takes a boolean mask.
         boolean = all(type(layer) is DynamicLayer for layer in cache.layers)
         position = length[:, None]  # [N, 1]
-        given = torch.tensor([len(p) for p in prefixes], **on)  # [P]
-        budget = limit - given.repeat_interleave(n)  # [N]
+        prefix_lengths = torch.tensor([len(p) for p in prefixes], **on)  # [P]
+        budget = limit - prefix_lengths.repeat_interleave(n)  # [N]
         tokens = torch.zeros(rows, limit, dtype=torch.long, **on)  # [N, limit]
         logp = torch.zeros(rows, limit, **on)  # [N, limit]
         count = torch.zeros(rows, dtype=torch.long, **on)  # [N]

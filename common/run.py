@@ -168,14 +168,14 @@ class Run:
         """Append the step to metrics.jsonl and samples.jsonl, show it on the progress bar, and find
         out whether a signal asks the run to stop after this step."""
         example = metrics.pop("example", None)
-        self.note("samples.jsonl", self.samples.collect(step, example, minibatches))
+        self.append_rows("samples.jsonl", self.samples.collect(step, example, minibatches))
         line = {"step": step} | metrics | self._seconds()
         if "lr" in metrics:
             line["heat"] = heat(metrics["lr"], self.args)
         line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
         self.done = step
         self.stopping = self.world.stop.anywhere(self.world)
-        self.note("metrics.jsonl", [line])
+        self.append_rows("metrics.jsonl", [line])
         if step == CHECK_REWARDS_AT:
             self.say(*self._equal_rewards())
         if self.wandb:
@@ -194,7 +194,7 @@ class Run:
         phases["seconds_update"] = seconds - sum(phases.values())  # everything that is not timed
         return phases | {"seconds": seconds}
 
-    def note(self, name: str, rows: list[dict]) -> None:
+    def append_rows(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
             append(self.folder / name, rows)

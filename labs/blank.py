@@ -22,7 +22,7 @@ from common.cli import BadInput
 from tools import arguments
 
 EXERCISES = Path(__file__).parent / "exercises.py"
-TAKEN = ("advantages", "policy_loss")
+REQUIRED = ("advantages", "policy_loss")
 # Parts of a loss, which are removed, too.
 PARTS = tuple(
     "k3 sequence_ratio gates gate_widths temperatures importance_weight phi correction".split()
@@ -86,14 +86,14 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
 def files_of_exercises() -> dict[str, Path]:
     """Return the algorithm files with a function to write; some variants use their base file's."""
     texts = {path: path.read_text(encoding="utf-8") for path in algorithms()}
-    return {p.stem: p for p, text in texts.items() if any(f"\ndef {x}(" in text for x in TAKEN)}
+    return {p.stem: p for p, text in texts.items() if any(f"\ndef {x}(" in text for x in REQUIRED)}
 
 
 def blank(name: str) -> str:
     """Write the text of an exercise. Raise BadInput for any other name."""
     files = files_of_exercises()
     if name in files:
-        text = emptied(files[name].read_text(encoding="utf-8"), TAKEN + PARTS, name)
+        text = emptied(files[name].read_text(encoding="utf-8"), REQUIRED + PARTS, name)
         return f"{HEAD.format(name=name)}\n{text}"
     if name not in single():
         raise BadInput(f"{name}: not an exercise; there are {', '.join([*files, *single()])}")

@@ -21,25 +21,25 @@ def on_ranks(job: Callable, *each: tuple) -> list:
     needs an unknown sum begins again when the sum is known."""
     sums, done = [], [None] * len(each)
     for _ in range(50):
-        asked: list[list[Tensor]] = []
+        terms: list[list[Tensor]] = []
         for rank, arguments in enumerate(each):
             calls = itertools.count()
 
-            def all_sum(x: Tensor, calls: itertools.count = calls, asked: list = asked) -> Tensor:
+            def all_sum(x: Tensor, calls: itertools.count = calls, terms: list = terms) -> Tensor:
                 call = next(calls)
                 if call < len(sums):
                     return sums[call].clone()
-                asked.append(x.detach().clone())
+                terms.append(x.detach().clone())
                 raise Pause
 
             try:
                 done[rank] = job(*arguments, all_sum)
             except Pause:
                 done[rank] = None
-        if not asked:
+        if not terms:
             return done
-        assert len(asked) == len(each), "not every rank calls all_sum equally often"
-        sums.append(torch.stack(asked).sum(0))
+        assert len(terms) == len(each), "not every rank calls all_sum equally often"
+        sums.append(torch.stack(terms).sum(0))
     raise AssertionError("all_sum is called without end")
 
 

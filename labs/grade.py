@@ -39,7 +39,7 @@ from common.tasks.reward import bound_memory
 from tools import arguments
 
 from labs import exercise_checks
-from labs.blank import HEAD, TAKEN, single
+from labs.blank import HEAD, REQUIRED, single
 
 CHECK_SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
@@ -49,15 +49,15 @@ WHOLE_CHECKS = "check_fixture check_loss check_parts_add_up check_statistics".sp
 Check = Callable[[ModuleType], None]
 
 
-def exercise_of(path: Path, source: str, asked: str | None) -> str:
+def exercise_of(path: Path, source: str, exercise: str | None) -> str:
     """Find out which exercise a file is."""
     first = re.match(HEAD.format(name=r"(\w+)"), source)
     known = [*MODULES, *single()]
-    names = [asked] if asked else [path.stem, *(first.groups() if first else ())]
+    names = [exercise] if exercise else [path.stem, *(first.groups() if first else ())]
     for name in names:
         if name in known:
             return name
-    question = f"{asked or path}: which exercise is it? Give --exercise NAME, one of"
+    question = f"{exercise or path}: which exercise is it? Give --exercise NAME, one of"
     raise BadInput(f"{question} {', '.join(known)}")
 
 
@@ -109,10 +109,10 @@ def load(source: str, path: Path) -> ModuleType:
     of_a_run += [node for node in assigned if ast.unparse(node).startswith("main = ")]  # a variant
     tree.body = [node for node in tree.body if node not in of_a_run]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {"*", "annotations", *TAKEN}  # `annotations` comes from __future__
+    used |= {"*", "annotations", *REQUIRED}  # `annotations` comes from __future__
     for node in [*tree.body]:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [(one.asname or one.name).partition(".")[0] for one in node.names]
+            names = [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
             if used.isdisjoint(names):
                 tree.body.remove(node)
     module = ModuleType("handed_in")
@@ -130,18 +130,18 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     limit_this_process()
     own_process = os.getpid()
 
-    def send(found: str) -> None:
+    def send(problem: str) -> None:
         if os.getpid() != own_process:  # a fork that returned here would go on with the checks
             os._exit(1)
-        results.send(found)
+        results.send(problem)
 
     try:
         module = load(source, path)
     except BaseException as error:
         send(in_words(error, path))
         return
-    wanted = TAKEN if name in MODULES else (name,)
-    missing = [one for one in wanted if not hasattr(module, one)]
+    wanted = REQUIRED if name in MODULES else (name,)
+    missing = [function for function in wanted if not hasattr(module, function)]
     if missing:
         send(f"it has no function {' and no '.join(missing)}")
         return
@@ -178,8 +178,8 @@ def in_words(error: BaseException, path: Path) -> str:
         rule = frames[-1].line.removeprefix("assert ")
         return " ".join(str(error).split()) or f"`{rule}` does not hold"
     place = f" at line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
-    said = textwrap.shorten(str(error), 200, placeholder=" ...")
-    return f"{type(error).__name__}{place}" + (f" ({said})" if said else "")
+    message = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return f"{type(error).__name__}{place}" + (f" ({message})" if message else "")
 
 
 def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
@@ -200,9 +200,9 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
     failed, held = {}, 0
     try:
         for step in [None, *checks_of(name)]:
-            found, goes_on = next_verdict(ours)
-            if found:
-                failed[step] = found
+            problem, goes_on = next_verdict(ours)
+            if problem:
+                failed[step] = problem
             elif step:
                 held += 1
             if not goes_on or None in failed:
@@ -244,9 +244,9 @@ def plain_name(check: Check | None) -> str:
 
 def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> str:
     """List the checks that fail and are shown, grouped by reason, and count those that hold."""
-    now = shown(failed)
+    to_show = shown(failed)
     groups: dict[str, list[str]] = {}
-    for check in now:
+    for check in to_show:
         groups.setdefault(failed[check], []).append(plain_name(check))
     paragraphs, indent = [], " " * 9
     for reason, names in groups.items():
@@ -255,8 +255,8 @@ def report(failed: dict[Check | None, str], held: int, every: list[Check]) -> st
     last = f"{held} of {len(every)} checks hold."
     if held + len(failed) < len(every):
         last += " The others were not run."
-    elif len(failed) > len(now):
-        whole = [plain_name(check) for check in failed if check not in now]
+    elif len(failed) > len(to_show):
+        whole = [plain_name(check) for check in failed if check not in to_show]
         last += f" After these come: {', '.join(whole)}."
     return "\n".join([*paragraphs, textwrap.fill(last, 92)])
 
@@ -282,8 +282,8 @@ def main() -> int:
         parser.error(str(error) if function else in_one_line(error))
     failed, held = grade(name, path, source)
     every = checks_of(name)
-    for check, found in [*failed.items()]:
-        if found == NO_MEASURES:  # `measures` is an exercise of its own
+    for check, problem in [*failed.items()]:
+        if problem == NO_MEASURES:  # `measures` is an exercise of its own
             say("Not graded: measures, which is a second, optional exercise.")
             del failed[check]
             every.remove(check)

@@ -128,7 +128,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
         "arms": commands,
     } | beside
 
-    def one(job: tuple[int, str]) -> dict:
+    def run_job(job: tuple[int, str]) -> dict:
         seed, arm = 1 + job[0], job[1]
         if not trains:
             return lab.measure(arm, seed)
@@ -139,7 +139,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
         return trained(f"{lab.ARMS[arm]} {flags}", seed, columns, damage, before)
 
     with ThreadPoolExecutor(2) as pool:  # an error cancels the runs that have not begun
-        done = pool.map(one, todo) if trains else map(one, todo)
+        done = pool.map(run_job, todo) if trains else map(run_job, todo)
         # disable=None shows no bar if the output is not a terminal.
         for (_, arm), kept in zip(todo, tqdm(done, total=len(todo), leave=False, disable=None)):
             results[arm].append({key: plain(value) for key, value in kept.items()})
@@ -201,14 +201,14 @@ def trained(
         ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, **pipes)
         shown = ended.stderr.splitlines() or ["no word"]
         errors = [line for line in shown if ": error: " in line]  # the bar may follow it
-        said = (errors or shown)[-1]
+        message = (errors or shown)[-1]
         run, code = Path(folder, "run"), ended.returncode
         if code == 0 and not (run / "summary.json").exists():
             raise BadInput(f"{command} --seed {seed}: was stopped before its end: no result")
-        if code and not (code == 1 and ": error: " in said and (run / "metrics.jsonl").exists()):
-            raise BadInput(f"{command} --seed {seed}: exit code {code}: {said}")
+        if code and not (code == 1 and ": error: " in message and (run / "metrics.jsonl").exists()):
+            raise BadInput(f"{command} --seed {seed}: exit code {code}: {message}")
         lines = read_lines(run / "metrics.jsonl")
-    return columns_of(lines, names) | ({"stopped": said} if code else {})
+    return columns_of(lines, names) | ({"stopped": message} if code else {})
 
 
 def text(rows: list[list[str]]) -> str:

@@ -121,15 +121,15 @@ def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(store.port)}
         shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with tempfile.TemporaryDirectory() as said:
+    with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in map(str, range(ranks)):
             own = shared | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            given = (Path(said), own, job, arguments)
-            processes.append(context.Process(target=child, args=given, daemon=True))
+            child_args = (Path(folder), own, job, arguments)
+            processes.append(context.Process(target=child, args=child_args, daemon=True))
             processes[-1].start()
         wait_for(processes)
-        texts = [Path(said, name).read_text() for name in ("stdout", "stderr")]
+        texts = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
     return Ended([process.exitcode for process in processes], *texts)
 
 
@@ -145,12 +145,12 @@ def wait_for(processes: list) -> None:
             patience = 20
 
 
-def child(said: Path, environment: dict[str, str], job: Callable, arguments: tuple) -> None:
+def child(folder: Path, environment: dict[str, str], job: Callable, arguments: tuple) -> None:
     """Do the job in the forked process, with output files and an environment of its own."""
     os.environ |= environment
     os.chdir(ROOT)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(said / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        file = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", errors="backslashreplace", closefd=False, buffering=1)
@@ -204,12 +204,12 @@ def saved_state(folder: Path, step: int, scratch: Path) -> tuple[dict, dict]:
     return saved["policy"], saved["optimizer"]["state"]
 
 
-def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
+def assert_same_run(run: Path, other: Path, step: int, scratch: Path) -> None:
     """Check that metrics, samples, and weights and moments at a step are the same, to the bit."""
-    assert metrics(one) == metrics(other)
-    shown = [(folder / "samples.jsonl").read_bytes() for folder in (one, other)]
+    assert metrics(run) == metrics(other)
+    shown = [(folder / "samples.jsonl").read_bytes() for folder in (run, other)]
     assert shown[0] == shown[1] and shown[0]
-    saved, again = (saved_state(folder, step, scratch) for folder in (one, other))
+    saved, again = (saved_state(folder, step, scratch) for folder in (run, other))
     torch.testing.assert_close(saved, again, rtol=0, atol=0)
     assert all(len(part) > 20 for part in saved)
 
@@ -223,6 +223,6 @@ def refused(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *words: ob
         patch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as stop:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-    said = capsys.readouterr()
-    assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
-    return said.err
+    output = capsys.readouterr()
+    assert stop.value.code == 2 and output.err.count("\n") == 1 and not output.out, output
+    return output.err

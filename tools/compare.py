@@ -67,19 +67,19 @@ def flags_of(run: Run) -> dict:
 def kinds(runs: list[Run]) -> list[Kind]:
     """Group runs by kind and keep their order. A second run with the same flags and seed, from
     another machine or version, starts a new kind."""
-    found: list[Kind] = []
+    groups: list[Kind] = []
     for run in runs:
-        for kind in found:
-            seeds = [one.config["seed"] for one in kind.runs]
+        for kind in groups:
+            seeds = [member.config["seed"] for member in kind.runs]
             if flags_of(kind.runs[0]) == flags_of(run) and run.config["seed"] not in seeds:
                 kind.runs.append(run)
                 break
         else:
-            found.append(Kind([run]))
-    labels = [label(kind, found) for kind in found]
-    for kind, text in zip(found, labels):
+            groups.append(Kind([run]))
+    labels = [label(kind, groups) for kind in groups]
+    for kind, text in zip(groups, labels):
         kind.label = text if labels.count(text) == 1 else f"{text} ({kind.runs[0].folder})"
-    return found
+    return groups
 
 
 def label(kind: Kind, among: list[Kind]) -> str:
@@ -104,23 +104,23 @@ def label(kind: Kind, among: list[Kind]) -> str:
 
 def figures(run: Run) -> dict[str, float]:
     """Return a run's numbers for the table, NaN if they are missing."""
-    found = {}
+    numbers = {}
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
-        found |= {f"{name} before": values[0], f"{name} after": values[-1]}
+        numbers |= {f"{name} before": values[0], f"{name} after": values[-1]}
     greedy = series(run.lines, "greedy")[1]
-    found |= {"best": np.nanmax(greedy), "fell": float(fell(greedy))}
-    found |= {name: np.nansum(series(run.lines, name)[1]) for name in ("tokens", "seconds")}
-    return found
+    numbers |= {"best": np.nanmax(greedy), "fell": float(fell(greedy))}
+    numbers |= {name: np.nansum(series(run.lines, name)[1]) for name in ("tokens", "seconds")}
+    return numbers
 
 
 def row(kind: Kind) -> str:
     """Write a row of the table."""
     runs = kind.runs
-    found = [figures(run) for run in runs]
+    numbers = [figures(run) for run in runs]
 
     def cell(of: str, digits: int) -> str:
-        values = [each[of] for each in found if np.isfinite(each[of])]
+        values = [each[of] for each in numbers if np.isfinite(each[of])]
         if not values:
             return "–"
         more = f" ± {stdev(values):,.{digits}f}" if len(values) > 1 else ""
@@ -135,7 +135,7 @@ def row(kind: Kind) -> str:
         ", ".join(str(run.config["seed"]) for run in runs),
         f"{done}" if done == steps else f"{done} of {steps}",
         *(change("greedy", 3), change("sampled", 3), cell("best", 3)),
-        f"{sum(each['fell'] for each in found):.0f} of {len(runs)}",
+        f"{sum(each['fell'] for each in numbers):.0f} of {len(runs)}",
         *(change("response_len", 0), cell("tokens", 0), cell("seconds", 0)),
     ]
     return f"| {' | '.join(cells)} |"

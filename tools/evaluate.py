@@ -180,19 +180,19 @@ def main(args: Args, world: World) -> None:
     del lm
     what = f"{name} after step {step}" if config else args.model
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
-    words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
+    words += [re.sub(r"[^\w.-]+", "-", Path(dataset.name).stem) for dataset in sets]
     file = folder / f"{'-'.join(words)[:150]}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-    total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
+    total, hidden = len(SETTINGS) * sum(len(dataset.problems) for dataset in sets), world.rank > 0
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
     say(*head(args.eval_samples))
     bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     world.closing.callback(bar.close)
     failed = 0
-    for one in sets:
+    for dataset in sets:
         for temperature, top_p in SETTINGS:
-            rows = measure(engine, one, temperature, top_p, tokenizer, args, world, bar)
+            rows = measure(engine, dataset, temperature, top_p, tokenizer, args, world, bar)
             say(line_of(rows, args.eval_samples))
             failed += sum(sum(row["failed"]) for row in rows)
             if world.rank == 0:
@@ -206,7 +206,7 @@ def main(args: Args, world: World) -> None:
 
 def measure(
     engine: object,
-    one: Set,
+    dataset: Set,
     temperature: float,
     top_p: float,
     tokenizer: PreTrainedTokenizerBase,
@@ -220,15 +220,15 @@ def measure(
     Every rank takes part in every turn, because ranks may share a vLLM engine.
     """
     n, rows = args.eval_samples if temperature else 1, []
-    how = {"set": one.name, "temperature": temperature, "top_p": top_p}
+    how = {"set": dataset.name, "temperature": temperature, "top_p": top_p}
     turn = max(1, args.rollout_rows // n) * world.size
-    for start in range(0, len(one.problems), turn):
-        numbers = range(start, min(start + turn, len(one.problems)))
-        mine = [(number, one.problems[number]) for number in numbers[world.rank :: world.size]]
+    for start in range(0, len(dataset.problems), turn):
+        numbers = range(start, min(start + turn, len(dataset.problems)))
+        mine = [(number, dataset.problems[number]) for number in numbers[world.rank :: world.size]]
         prompts = [p.prompt_ids for _, p in mine]
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
         texts = texts_of(rollout, tokenizer)
-        verdicts = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
+        verdicts = dataset.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
         scores = [verdict.score for verdict in verdicts]
         failed = [verdict.failure != "" for verdict in verdicts]
         lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
@@ -256,13 +256,13 @@ def head(n: int) -> list[str]:
 
 def line_of(rows: list[dict], n: int) -> str:
     """Write the table's line for the rows of a set at a setting; n is the same as in `head`."""
-    scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # [problems, given]
-    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # part marks count only in avg
-    passed = [pass_at_k(right, given, k) if k <= given else None for k in powers(n)]
+    scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # [problems, tries]
+    right, tries = (scores >= 1).sum(dim=1), scores.shape[1]  # part marks count only in avg
+    passed = [pass_at_k(right, tries, k) if k <= tries else None for k in powers(n)]
     shown = ["" if m is None else interval(m) for m in (scores.mean(dim=1), *passed)]
     length = torch.tensor([row["lengths"] for row in rows]).double().mean()
     cut = 1 - torch.tensor([row["finished"] for row in rows]).double().mean()
-    cells = [rows[0]["set"], rows[0]["temperature"], rows[0]["top_p"], len(rows), given, *shown]
+    cells = [rows[0]["set"], rows[0]["temperature"], rows[0]["top_p"], len(rows), tries, *shown]
     return f"| {' | '.join(map(str, [*cells, f'{length:.0f}', f'{cut:.3f}']))} |"
 
 

@@ -123,11 +123,11 @@ def effect_of(module: ModuleType, axis: str) -> list[float] | None:
     for _ in range(16):
         at = {name: rng.choice(values) for name, values in AXES.items()}
         ratios = grid(at | {"p": max(AXES["p"]) if axis == "p" else at["p"]}, 20)
-        found = torch.stack([weights(module, at | {axis: stop}, ratios) for stop in stops])
-        curve = found[usual]  # [20]
+        curves = torch.stack([weights(module, at | {axis: stop}, ratios) for stop in stops])
+        curve = curves[usual]  # [20]
         if not known and curve.any():
-            factors, known = found @ curve / (curve @ curve), True
-        if not found.allclose(factors[:, None] * curve, rtol=1e-9, atol=1e-12):
+            factors, known = curves @ curve / (curve @ curve), True
+        if not curves.allclose(factors[:, None] * curve, rtol=1e-9, atol=1e-12):
             return None
     return [short(factor, 9) for factor in factors]
 
@@ -137,8 +137,8 @@ def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list
     known: dict[float, float] = {}  # ratio -> weight
 
     def measure(ratios: list[float]) -> None:
-        found = weights(module, at, torch.tensor(ratios, dtype=torch.float64)) / scale
-        known.update(zip(ratios, found.tolist()))
+        values = weights(module, at, torch.tensor(ratios, dtype=torch.float64)) / scale
+        known.update(zip(ratios, values.tolist()))
 
     measure(grid(at, 24).tolist())
     intervals = list(itertools.pairwise(known))  # intervals in which the curve may bend
@@ -201,15 +201,15 @@ def table(name: str) -> dict:
 def group_tables() -> dict:
     """Compute each method's advantages `[right, wrong]` for 0 to 8 right answers of 8."""
     counts = [[k, *OTHERS] for k in range(9)]
-    found = {}
+    tables = {}
     for name, (file, advantages) in GROUP.items():
         rows = []
         for batch in counts:
             rewards = torch.tensor([[1.0] * k + [0.0] * (8 - k) for k in batch])  # [P, G]
             A = advantages(rewards)[0]
             rows.append([short(A[0], 5), short(A[-1], 5)])
-        found[name] = {"file": file, "advantages": rows}
-    return found
+        tables[name] = {"file": file, "advantages": rows}
+    return tables
 
 
 # Two runs
@@ -217,8 +217,8 @@ def group_tables() -> dict:
 
 def stored(path: Path) -> dict:
     """Read the run of a stored page: one group per step, with numbers of three digits."""
-    found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
-    run = json.loads(found[1])["runs"][0]
+    match = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    run = json.loads(match[1])["runs"][0]
     rows = {row["step"]: row for row in reversed(run["rows"])}  # each step's first group
     run["rows"] = [rows[step] for step in sorted(rows)]
     for response in itertools.chain.from_iterable(row["responses"] for row in run["rows"]):

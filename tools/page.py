@@ -53,15 +53,15 @@ def flags_of(config: dict) -> str:
 def curves_of(metrics: list[dict], more: list[str]) -> dict[str, list]:
     """Map those of CURVES and `more` that the run has to their points [step, value]."""
     thin = math.ceil(len(metrics) / POINTS)
-    found = {}
+    curves = {}
     for name in dict.fromkeys([*CURVES, *more]):
         known = [row for row in metrics if row.get(name) is not None]
         if name == "sampler_kl" and all(row[name] < ROUNDING for row in known):
             continue
         points = known if name == "greedy" else known[::thin]
         if points:
-            found[name] = [[row["step"], short(row[name], 4)] for row in points]
-    return found
+            curves[name] = [[row["step"], short(row[name], 4)] for row in points]
+    return curves
 
 
 def fewer_digits(name: str, value: float | None) -> float | None:
@@ -132,8 +132,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, help="the page to write (default: RUN/page.html)")
     steps = "show the first step, the last step and those divisible by N (default: all stored)"
     parser.add_argument("--every", type=int, default=1, metavar="N", help=steps)
-    given = parser.parse_args()
+    flags = parser.parse_args()
     try:
-        main(given.runs, given.out or given.runs[0] / "page.html", given.every)
+        main(flags.runs, flags.out or flags.runs[0] / "page.html", flags.every)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))

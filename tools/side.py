@@ -56,8 +56,8 @@ def parts_of(text: str) -> dict[str, str]:
     starts: dict[str, int] = {}
     for part, (_, pattern) in PARTS.items():
         at = max(starts.values(), default=0)
-        if found := re.compile(pattern, re.MULTILINE).search(text, at):
-            starts[part] = found.start(found.lastindex or 0)
+        if match := re.compile(pattern, re.MULTILINE).search(text, at):
+            starts[part] = match.start(match.lastindex or 0)
     ends = [*starts.values(), len(text)][1:]
     return {part: text[a:b] for (part, a), b in zip(starts.items(), ends)}
 
@@ -68,8 +68,8 @@ def all_flags(name: str, own: str) -> str:
     flags = {}
     for base in reversed(importlib.import_module(MODULES[name]).Args.__mro__):
         if base not in (object, Flags):
-            flags |= {found[1]: found[0] for found in FLAG.finditer(inspect.getsource(base))}
-    places = [found.span() for found in FLAG.finditer(own)]
+            flags |= {match[1]: match[0] for match in FLAG.finditer(inspect.getsource(base))}
+    places = [match.span() for match in FLAG.finditer(own)]
     return own[: places[0][0]] + "".join(flags.values()) + own[places[-1][1] :]
 
 

@@ -99,10 +99,10 @@ def global_names(code: CodeType) -> Iterator[str]:
 
 def imported(module: ModuleType) -> dict[str, object]:
     """Return what a module's import statements bind, by name."""
-    found = {}
+    objects = {}
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name.partition(".")[0]
-                found[name] = getattr(module, name)
-    return found
+                objects[name] = getattr(module, name)
+    return objects

@@ -99,14 +99,14 @@ class Budget:
         # Why the mean of all lengths, and not of c? If responses are short on average, λ must fall.
         slope = total["tokens"] / total["rows"] / args.length_budget - 1
         price = self.price + args.price_lr * slope
-        self.asked, self.price = self.price, min(max(price, args.price_floor), args.price_ceiling)
+        self.used, self.price = self.price, min(max(price, args.price_floor), args.price_ceiling)
         return rewards - self.paid
 
     def statistics(self) -> dict[str, tuple]:
         """Return metrics of the latest charge as (sum, count) pairs."""
         return {
             "charged": (self.paid.sum(), self.paid.numel()),
-            "price": (self.asked, 1),
+            "price": (self.used, 1),
             "over_budget": (self.over.sum(), self.over.numel()),
         }
 

@@ -129,10 +129,10 @@ def load_checkpoint(
             path = checkpoint / "rank0.pt"
         saved = torch.load(path, weights_only=True, map_location="cpu")
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optim in optimizers for group in optim.param_groups]
     flags = [{name: group[name] for name in ("lr", "betas", "weight_decay")} for group in groups]
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optim in optimizers for group in optim.param_groups]
     for group, of_this_command in zip(groups, flags):  # with --back_to they may differ
         group.update(of_this_command)
     generators = saved["generators"]

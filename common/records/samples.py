@@ -61,9 +61,9 @@ class Samples:
         rewards = gather(batch.rewards, self.world)  # [N]
         pushes = gather((batch.weight.abs() * batch.mask).sum(dim=1), self.world)  # [N]
         numbers = problems.unique().tolist()
-        different = [one for one in numbers if len(rewards[problems == one].unique()) > 1]
-        push = {one: pushes[problems == one].sum().item() for one in numbers}
-        reward = {one: rewards[problems == one].mean().item() for one in numbers}
+        different = [index for index in numbers if len(rewards[problems == index].unique()) > 1]
+        push = {index: pushes[problems == index].sum().item() for index in numbers}
+        reward = {index: rewards[problems == index].mean().item() for index in numbers}
         chosen = [min(different or numbers), max(push, key=push.get), min(reward, key=reward.get)]
         return list(dict.fromkeys(chosen))
 
@@ -82,35 +82,35 @@ class Samples:
             "responses": [response for part in responses for response in part],
         }
 
-    def _response(self, one: Rollout) -> dict:
+    def _response(self, row: Rollout) -> dict:
         """Turn a batch of one row into plain numbers and texts."""
-        length = int(one.ends - one.prompt_len)
+        length = int(row.ends - row.prompt_len)
         decode = self.task.tokenizer.decode
-        columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
-        for name, column in vars(one).items():
+        columns = {name: getattr(row, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
+        for name, column in vars(row).items():
             if name.endswith("_logp"):  # log-probs under other policies: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
-        if hasattr(one, "token_advantages"):  # instead of the response's advantage
-            columns["advantage"] = one.token_advantages[0]
-        if one.mask.sum() < length:
-            columns["mask"] = one.mask[0]  # it is 0 on what a tool wrote
-        ids = one.tokens[0, :length].tolist()
-        response = one.response_ids()[0]
+        if hasattr(row, "token_advantages"):  # instead of the response's advantage
+            columns["advantage"] = row.token_advantages[0]
+        if row.mask.sum() < length:
+            columns["mask"] = row.mask[0]  # it is 0 on what a tool wrote
+        ids = row.tokens[0, :length].tolist()
+        response = row.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
         for name, column in columns.items():
             listed[name] = six_digits(column[:length].tolist())
-        found = {
-            "text": texts_of(one, self.task.tokenizer)[0],
-            "given": decode(response[: one.prefix_len]),
-            "reward": six_digits(one.rewards.tolist())[0],
-            "advantage": six_digits(one.advantages.tolist())[0],
-            "finished": bool(one.finished),
+        fields = {
+            "text": texts_of(row, self.task.tokenizer)[0],
+            "given": decode(response[: row.prefix_len]),
+            "reward": six_digits(row.rewards.tolist())[0],
+            "advantage": six_digits(row.advantages.tolist())[0],
+            "finished": bool(row.finished),
         }
         if length > LONGEST:
             end = LONGEST // 2
-            found["left_out"] = [end, length - 2 * end]
+            fields["left_out"] = [end, length - 2 * end]
             listed = {name: column[:end] + column[-end:] for name, column in listed.items()}
-        return found | listed
+        return fields | listed
 
 
 def as_texts(row: dict) -> dict:

@@ -117,8 +117,8 @@ class VLLMEngine:
     ) -> Rollout:
         """Sample; see `Engine`. Ranks that share an engine call it together, with their prompts."""
         prefixes = prefixes or [[] for _ in prompts]
-        asked = from_all(list(zip(prompts, prefixes)), self.group)  # by rank
-        pairs = [pair for part in asked for pair in part]
+        rank_pairs = from_all(list(zip(prompts, prefixes)), self.group)  # by rank
+        pairs = [pair for part in rank_pairs for pair in part]
         # Each request has a seed, and its n responses take the next n, also in a resumed run.
         self.calls += 1
         seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
@@ -143,7 +143,7 @@ class VLLMEngine:
         self._wake("weights", "kv_cache")
         answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         self._sleep()  # the trainer needs the memory now
-        first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
+        first = sum(len(part) for part in rank_pairs[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
         outputs = [output for answer in mine for output in answer.outputs]
         columns = {"tokens": [], "logps": [], "experts": []}  # of rows

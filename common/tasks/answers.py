@@ -49,11 +49,11 @@ def final_answer(response: str) -> str:
     It looks for the last box, an <answer> tag, text after "answer is", and the last number, in this
     order, in what follows the last thought. A thought that never closes leaves no answer.
     """
-    said = after_thoughts(response.translate(INVISIBLE))
-    said = re.sub(r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", r"\\boxed{\1}", said)
-    answer = marked_answer(said)
+    text = after_thoughts(response.translate(INVISIBLE))
+    text = re.sub(r"<\|begin_of_box\|>(.*?)<\|end_of_box\|>", r"\\boxed{\1}", text)
+    answer = marked_answer(text)
     if answer is None:
-        answer = last_number(said[-LONGEST:]) or said
+        answer = last_number(text[-LONGEST:]) or text
     return in_one_spelling(answer) if len(answer) <= LONGEST else ""
 
 
@@ -78,9 +78,9 @@ def marked_answer(text: str) -> str | None:
     if answer is None:
         return labelled(text[-LONGEST:])
     later = labelled(rest[-LONGEST:]) if PATTERN.LATER_LABEL.search(rest) else ""
-    said = in_one_spelling(later or "")
-    if PATTERN.HAS_NUMBER_OR_OPTION.search(said) and not PATTERN.WORD.match(said):
-        return said
+    later_answer = in_one_spelling(later or "")
+    if PATTERN.HAS_NUMBER_OR_OPTION.search(later_answer) and not PATTERN.WORD.match(later_answer):
+        return later_answer
     inside = labelled(in_one_spelling(answer[-LONGEST:]))
     return answer if inside is None else inside
 

@@ -24,30 +24,30 @@ def answers_equal(gold: str, answer: str) -> bool:
     gold, answer = (re.sub(r"^[^=]*=\s*(?=\d+:\d)", "", text) for text in (gold, answer))
     if as_text(gold) == as_text(answer):
         return True
-    option, said_option = PATTERN.OPTION.fullmatch(gold), PATTERN.OPTION.fullmatch(answer)
-    if option and said_option:  # their letters decide, and numbers behind them
-        counts = re.search(r"\d", option[2]) and said_option[2]
-        return option[1] == said_option[1] and (
-            not counts or answers_equal(option[2], said_option[2])
+    option, answer_option = PATTERN.OPTION.fullmatch(gold), PATTERN.OPTION.fullmatch(answer)
+    if option and answer_option:  # their letters decide, and numbers behind them
+        counts = re.search(r"\d", option[2]) and answer_option[2]
+        return option[1] == answer_option[1] and (
+            not counts or answers_equal(option[2], answer_option[2])
         )
     if option and option[2]:
         return answers_equal(option[2], answer)
-    if said_option and said_option[2]:
-        return answers_equal(gold, said_option[2])
+    if answer_option and answer_option[2]:
+        return answers_equal(gold, answer_option[2])
     if re.fullmatch(r"-?\d+\.\d+", gold) and re.fullmatch(PATTERN.DECIMAL_COMMA, answer):
         answer = answer.replace(",", ".")
     value, unit = value_and_unit(gold)
-    said, said_unit = value_and_unit(answer)
-    if said_unit and isinstance(said_unit, str) and not unit:
-        said = str(int(said, int(said_unit)))  # 101_2 is 5, and never 101
-    if value != gold or said != answer:
-        differ = unit and said_unit and unit != said_unit
+    answer_value, answer_unit = value_and_unit(answer)
+    if answer_unit and isinstance(answer_unit, str) and not unit:
+        answer_value = str(int(answer_value, int(answer_unit)))  # 101_2 is 5, and never 101
+    if value != gold or answer_value != answer:
+        differ = unit and answer_unit and unit != answer_unit
         # 50% equals 0.5 and also 50, but if the reference is small (0.5, \frac12) only 0.5.
         share = rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
-        said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
-        small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
+        other_share = rf"\frac{{{answer_value}}}{{100}}" if answer_unit == PERCENT else answer_value
+        small = answer_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
         return not differ and (
-            answers_equal(share, said_share) or (not small and answers_equal(value, said))
+            answers_equal(share, other_share) or (not small and answers_equal(value, answer_value))
         )
     capitals = re.fullmatch(PATTERN.CAPITALS, gold) and re.fullmatch(PATTERN.CAPITALS, answer)
     if capitals or re.fullmatch(PATTERN.TEXT_ONLY, gold) or re.fullmatch(PATTERN.TEXT_ONLY, answer):

@@ -281,8 +281,9 @@ def bound_memory(most: int) -> None:
 
 def describe(error: BaseException) -> str:
     """Describe an error: the task file's line where it happened, its kind and its message."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
-    lines = [one for one in frames if one.filename == frames[0].filename]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if frame.filename != __file__]
+    lines = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: " if lines else ""
     return " ".join((place + traceback.format_exception_only(error)[-1]).split())[:400]
 

@@ -189,8 +189,8 @@ def without_nulls(value: object) -> object:
 
 def refuse_control(text: str) -> None:
     """Raise ValueError if LaTeX has become control characters."""
-    if found := PATTERN.CONTROL.search(text):
-        raise ValueError(f"it has {found[0]!r}: LaTeX written with one backslash? JSON needs two")
+    if match := PATTERN.CONTROL.search(text):
+        raise ValueError(f"it has {match[0]!r}: LaTeX written with one backslash? JSON needs two")
 
 
 def as_text(answer: object) -> str:

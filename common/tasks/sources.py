@@ -123,7 +123,7 @@ def of_task_file(args: Flags, has_template: bool) -> Source:
     source.instruction = "" if has_template else None
     if hasattr(custom, "reply"):
         tool = Verifier(args.task, **how, function="reply")
-        source.reply = lambda *asked: [(said.score, said.failure) for said in tool(*asked)]
+        source.reply = lambda *calls: [(verdict.score, verdict.failure) for verdict in tool(*calls)]
         source.reply_error = getattr(custom, "reply_error", "")
     return source
 

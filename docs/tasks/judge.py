@@ -19,5 +19,5 @@ def reward(response, reference):
     answer = server.getresponse()
     if answer.status != 200:
         raise RuntimeError(f"the server answers {answer.status}")
-    said = json.load(answer)["choices"][0]["message"]["content"]
-    return float(said.strip().lower().startswith("yes"))
+    verdict = json.load(answer)["choices"][0]["message"]["content"]
+    return float(verdict.strip().lower().startswith("yes"))

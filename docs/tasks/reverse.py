@@ -14,4 +14,4 @@ def reward(response, answer):
     written = response.rpartition("#")[2]
     if len(written) != len(answer):
         return 0.0
-    return sum(one == other for one, other in zip(written, answer)) / len(answer)
+    return sum(character == other for character, other in zip(written, answer)) / len(answer)

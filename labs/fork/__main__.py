@@ -73,11 +73,11 @@ def measure(arm: str, seed: int) -> dict:
 
 
 def rows(results: dict) -> list[list[str]]:
-    asked = [(p, times) for p in (0.01, 0.5) for times in (1, 5)]
-    table = [["arm", "rollouts until p > 1/2", *(f"added to {p}, step ×{t}" for p, t in asked)]]
+    cases = [(p, times) for p in (0.01, 0.5) for times in (1, 5)]
+    table = [["arm", "rollouts until p > 1/2", *(f"added to {p}, step ×{t}" for p, t in cases)]]
     for arm, runs in results.items():
         cells = [lab.cell(runs, "rollouts", ".0f")]
-        for p, times in asked:
+        for p, times in cases:
             added = [{"p": run[f"added {times}"][STARTS.index(p)]} for run in runs]
             cells.append(lab.cell(added, "p", ".3f"))
         table.append([arm, *cells])

@@ -92,7 +92,7 @@ def wins(results: dict, arm: str, other: str) -> str:
     """Count the seeds in which an arm needs fewer tokens than another way, at equal lock and lr."""
     lr, p, way = ARMS[arm]
     pairs = zip(results[arm], results[f"lr {lr:g}, {p:g}, {other}"])
-    fewer = [one["tokens"] < two["tokens"] for one, two in pairs]
+    fewer = [ours["tokens"] < theirs["tokens"] for ours, theirs in pairs]
     return "–" if way == other else f"{sum(fewer)} of {len(fewer)}"
 
 

@@ -52,7 +52,7 @@ def read(path: Path, budget: str = "") -> Cells:
     table = json.loads(path.read_text(encoding="utf-8"))
     if budget and table["budget"] != budget:
         raise BadInput(f"{path}: measured with {table['budget']}; give another --out")
-    return {(one["method"], one["stress"]): one["runs"] for one in table["cells"]}
+    return {(entry["method"], entry["stress"]): entry["runs"] for entry in table["cells"]}
 
 
 def write(path: Path, budget: str, cells: Cells) -> None:
@@ -77,8 +77,8 @@ def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dic
         output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ended = subprocess.run([*command, "--run_dir", str(run)], env=environment, **output)
         if ended.returncode or not (run / "summary.json").exists():
-            said = (ended.stderr.splitlines() or ["it printed no error"])[-1]
-            return {"seed": seed, "broke": f"exit code {ended.returncode}: {said[-200:]}"}
+            message = (ended.stderr.splitlines() or ["it printed no error"])[-1]
+            return {"seed": seed, "broke": f"exit code {ended.returncode}: {message[-200:]}"}
         return {"seed": seed} | kept(read_lines(run / "metrics.jsonl"))
 
 
@@ -115,7 +115,7 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: Namespace) ->
                 broken += 1
             else:
                 cells.setdefault((name, stress), []).append(run)
-                cells[name, stress].sort(key=lambda one: one["seed"])
+                cells[name, stress].sort(key=lambda result: result["seed"])
                 write(path, budget, cells)
             verdict = run.get("broke") or f"{score(run):.3f}"
             print(f"{name}, {stress}, seed {seed}: {verdict}", flush=True)
@@ -148,7 +148,7 @@ def methods(cells: Cells) -> list[str]:
 def median(cells: Cells, method: str, stress: str) -> float | None:
     """Return a cell's median score, or the row's minimum for `worst cell`; None without runs."""
     if stress == "worst cell":
-        row = [median(cells, method, one) for one in columns(cells) if one != MILD]
+        row = [median(cells, method, column) for column in columns(cells) if column != MILD]
         return None if None in row else min(row)
     values = scores(cells, method, stress)
     return float(np.median(values)) if values else None

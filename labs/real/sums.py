@@ -39,5 +39,5 @@ def ask(i: int) -> tuple[str, str]:
     return rng.choice(ASKED).format(a, b), str(a + b)
 
 
-asked = [(ASKED[n % 4].format(a, b), str(a + b)) for n, (a, b) in enumerate(HELD_OUT)]
-in_words = SimpleNamespace(train=ask, held_out=asked)
+questions = [(ASKED[n % 4].format(a, b), str(a + b)) for n, (a, b) in enumerate(HELD_OUT)]
+in_words = SimpleNamespace(train=ask, held_out=questions)

@@ -46,8 +46,8 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     run = forked(second_rank_succeeds, *flags, ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
     saved = [tmp_path / f"run/checkpoints/step_000002/rank{rank}.pt" for rank in (0, 1)]
-    one, other = (torch.load(path)["parts"]["branches"]["feedback"] for path in saved)
-    assert one == other and len(one) > 0
+    first, second = (torch.load(path)["parts"]["branches"]["feedback"] for path in saved)
+    assert first == second and len(first) > 0
 
 
 def test_ppo_takes_groups_of_one(tmp_path):

@@ -42,10 +42,10 @@ def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
     """A reply runs in the bounded worker of a reward. If it returns no text or takes too long, the
     next one is asked as always."""
     reply = source_for(tool.Args(task=task_file), False, bool).reply
-    found = reply(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
-    assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
-    assert "7 is no text" in found[1][1] and "out of time" in found[3][1]
-    assert not any(found[i][1] for i in (0, 2, 4))
+    replies = reply(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
+    assert [text for text, _ in replies] == ["3", 0.0, None, 0.0, "16"]
+    assert "7 is no text" in replies[1][1] and "out of time" in replies[3][1]
+    assert not any(replies[i][1] for i in (0, 2, 4))
 
 
 def test_held_out_problems_with_equal_prompts_keep_their_answers(tiny, world):
@@ -53,10 +53,10 @@ def test_held_out_problems_with_equal_prompts_keep_their_answers(tiny, world):
     task = load_task(args, tiny[1])
     first, second = task.held_out
     task.held_out[1] = replace(second, prompt_ids=list(first.prompt_ids))
-    asked = []
-    task.reply = lambda texts, answers: asked.extend(answers) or [(None, "") for _ in texts]
+    received = []
+    task.reply = lambda texts, answers: received.extend(answers) or [(None, "") for _ in texts]
     tool.Turns(args, tiny[0], task, world).generate([p.prompt_ids for p in task.held_out], 1, 64, 0)
-    assert first.answer != second.answer and asked == [first.answer, second.answer]
+    assert first.answer != second.answer and received == [first.answer, second.answer]
 
 
 @pytest.mark.slow
@@ -70,12 +70,13 @@ def test_a_run_with_failing_calls(task_file, tmp_path, rule, monkeypatch):
     lines = metrics(folder)
     assert all(line["calls"] > line["called"] * line["failed"] > 0 for line in lines[1:])
     rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
-    responses = [one for row in rows for one in row.get("responses", [])]
-    some = [one for one in responses if "mask" in one]
+    responses = [response for row in rows for response in row.get("responses", [])]
+    some = [response for response in responses if "mask" in response]
     assert some and len(some) < len(responses)
-    for one in some:
-        assert len(one["mask"]) == len(one["weight"]) == len(one["ids"]) and one["mask"][-1] == 1
-        assert not any(w for w, sampled in zip(one["weight"], one["mask"]) if not sampled)
+    for response in some:
+        mask, weight = response["mask"], response["weight"]
+        assert len(mask) == len(weight) == len(response["ids"]) and mask[-1] == 1
+        assert not any(w for w, sampled in zip(weight, mask) if not sampled)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(folder)])
     launch(evaluate.main, evaluate.Args, evaluate.prepare)
     (measured,) = folder.glob("evaluation-*")

@@ -48,11 +48,11 @@ def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
         for row, name in enumerate(part.advantages.long().tolist()):
             own = shares[name // 100].rows(slice(name % 100, name % 100 + 1))
             for column in ("mask", "tokens", "sampler_experts"):
-                sent, given = getattr(part, column)[row], getattr(own, column)[0]
-                assert torch.equal(sent[: len(given)], given) and not sent[len(given) :].any()
+                sent, before = getattr(part, column)[row], getattr(own, column)[0]
+                assert torch.equal(sent[: len(before)], before) and not sent[len(before) :].any()
     assert sorted(names) == torch.cat([share.advantages for share in shares]).tolist()
     assert all(second == first + 1 for first, second in zip(names[::2], names[1::2]))
     longest = max(int(share.mask.sum(1).view(-1, 2).sum(1).max()) for share in shares)
     assert max(loads) - min(loads) <= longest
-    single = [found for _, found in dealt]
+    single = [received for _, received in dealt]
     assert all(single) and sorted(sum(single, [])) == [100, 101, 200, 201, 202, 203]

@@ -94,8 +94,8 @@ def fails(*arguments: object, **options: object) -> None:
 def test_where_it_fails_one_line_says_so(compile_with, tmp_path, capsys):
     compile_with(fails)
     assert run_here(grpo.main, *SMALL, "--compile", "--run_dir", tmp_path / "run") == 1
-    said = capsys.readouterr().err
-    assert "--compile fails" in said and "no C compiler" in said and "Traceback" not in said
+    error = capsys.readouterr().err
+    assert "--compile fails" in error and "no C compiler" in error and "Traceback" not in error
 
 
 def drive_compiled(algorithm: str, flags: list) -> None:

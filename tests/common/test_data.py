@@ -116,17 +116,17 @@ def test_the_noisy_verifier_is_for_training(tiny):
 
 def test_a_signal_ends_an_evaluation_between_two_batches(tiny, world):
     """The evaluation then measures nothing, and the sampler goes on as if it had not begun."""
-    task, asked = load("arithmetic", tiny[1], eval_problems=9), []
+    task, sizes = load("arithmetic", tiny[1], eval_problems=9), []
 
     def signalled(texts: list[str], answers: list) -> list[Verdict]:
-        world.stop.raised = len(asked) == 1
-        asked.append(len(texts))
+        world.stop.raised = len(sizes) == 1
+        sizes.append(len(texts))
         return [Verdict(0.0)] * len(texts)
 
     task.verifier = signalled
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
     before = engine.state_dict()["generator"]
-    assert evaluate(engine, task, Args(rollout_rows=4), world) == {} and asked == [4, 4]
+    assert evaluate(engine, task, Args(rollout_rows=4), world) == {} and sizes == [4, 4]
     assert torch.equal(engine.state_dict()["generator"], before)
 
 
@@ -137,9 +137,9 @@ def test_local_file_without_split_holds_rows_back(tmp_path):
     """Each epoch is another permutation of the rest. A small file gives a quarter of its rows."""
     path = write(tmp_path / "sums.jsonl", numbered(10))
     task, other = load(path), load(path, seed=9)
-    one, two = ([task.train(8 * epoch + i).prompt for i in range(8)] for epoch in range(2))
-    assert len(set(one)) == 8 and sorted(one) == sorted(two) and one != two
-    assert one != [other.train(i).prompt for i in range(8)]
+    first, second = ([task.train(8 * epoch + i).prompt for i in range(8)] for epoch in range(2))
+    assert len(set(first)) == 8 and sorted(first) == sorted(second) and first != second
+    assert first != [other.train(i).prompt for i in range(8)]
     small = load(write(tmp_path / "small.jsonl", numbered(60)), eval_problems=256)
     assert len(drawn(small, 45)) == 45 and len(small.held_out) == 15
 
@@ -205,9 +205,9 @@ def test_instruction_and_options_of_the_chat_template(tmp_path, mine, file, inst
     write(tmp_path / "set.jsonl", numbered(8))
     path, how = str(tmp_path / file), {"instruction": "Think."}
     task = load(path, Chat(), chat=("enable_thinking=false", "style=brief"), **how)
-    given = "{'enable_thinking': False, 'style': 'brief'}"
+    options = "{'enable_thinking': False, 'style': 'brief'}"
     for problem in (task.train(0), task.held_out[0]):
-        assert text_of(problem) == f"<user>{problem.prompt}{instruction}<assistant>{given}"
+        assert text_of(problem) == f"<user>{problem.prompt}{instruction}<assistant>{options}"
     with pytest.raises(BadInput, match="--chat enable_thinkng: .* never reads it"):
         load(path, Chat(), chat=("enable_thinkng=false",))
 
@@ -242,8 +242,8 @@ def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, t
     _, tokenizer = load_model(str(words))
     tags = ["<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<end>"]
     tokenizer.add_tokens(tags, special_tokens=True)
-    asked, said = tokenizer([prompt, response])["input_ids"]
-    assert texts_of(packed([asked], [said]), tokenizer) == [text]
+    prompt_ids, response_ids = tokenizer([prompt, response])["input_ids"]
+    assert texts_of(packed([prompt_ids], [response_ids]), tokenizer) == [text]
 
 
 USER = {"role": "user", "content": "2+2?"}
@@ -260,7 +260,7 @@ def of(answer: object) -> dict:
     return {"prompt": "x", "answer": answer}
 
 
-def asked(*prompt: object) -> dict:
+def row_with(*prompt: object) -> dict:
     """Return a row with these messages."""
     return {"prompt": list(prompt), "answer": 1}
 
@@ -283,16 +283,16 @@ MALFORMED = [  # the third row, and what is said of it
     ({"prompt": "x \times 2?", "answer": 1}, "LaTeX written with one backslash"),
     ('{"prompt": "x", "answer": 1, "answer": 2}', "a key twice"),
     ({"prompt": 7, "answer": 1}, TURNS),
-    (asked(), QUESTION),
-    (asked("2+2?"), TURNS),
-    (asked({"from": "human", "value": "2+2?"}), "ShareGPT"),
-    (asked({"role": "human", "content": "2+2?"}), TURNS),
-    (asked(USER, {"role": "assistant", "content": "4"}), QUESTION),
+    (row_with(), QUESTION),
+    (row_with("2+2?"), TURNS),
+    (row_with({"from": "human", "value": "2+2?"}), "ShareGPT"),
+    (row_with({"role": "human", "content": "2+2?"}), TURNS),
+    (row_with(USER, {"role": "assistant", "content": "4"}), QUESTION),
     ({"prompt": json.dumps([USER]), "answer": 1}, AS_TEXT),
     ({"prompt": str(USER), "answer": 1}, AS_TEXT),
     ({"prompt": "<|im_start|>user\n2+2?", "answer": 1}, "a chat template's <|im_start|>"),
-    (asked(USER | {"content": "[INST] 2+2? [/INST]"}), "a chat template's .INST."),
-    (asked(USER), "its tokenizer cannot write the prompt"),  # before any row is drawn
+    (row_with(USER | {"content": "[INST] 2+2? [/INST]"}), "a chat template's .INST."),
+    (row_with(USER), "its tokenizer cannot write the prompt"),  # before any row is drawn
 ]
 
 
@@ -303,7 +303,7 @@ def test_answers_that_no_response_can_earn(tmp_path, mine, capsys):
     rows = [{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate([*lost, "5"] * 2)]
     task = load(write(tmp_path / "set.jsonl", rows))
     assert {task.train(0).answer, task.held_out[0].answer} == {"5"}
-    assert "left out 10 of 12 rows" in (said := capsys.readouterr().out) and "1, 2, 3" in said
+    assert "left out 10 of 12 rows" in (output := capsys.readouterr().out) and "1, 2, 3" in output
     with pytest.raises(BadInput, match="set.jsonl: 5 of 5 rows are without an answer"):
         load(write(tmp_path / "set.jsonl", rows[:5]))
     text = "train = lambda i: ('1', 'N/A')\nheld_out = [('2', 'N/A')]\n"
@@ -363,23 +363,23 @@ def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
     columns = HUB[name]
     rows = [{columns.prompt: "x", columns.answer: answer} for answer in AS_PUBLISHED[name]]
     file = write(tmp_path / "set.jsonl", rows)
-    found = [reference for reference in AS_PUBLISHED[name].values() if reference]
-    assert [answer for _, answer in rows_of(f"{name}:{file}")] == found
-    said = capsys.readouterr().out
-    assert (f"left out 1 of {len(rows)} rows" in said) == (len(found) < len(rows))
+    answers = [reference for reference in AS_PUBLISHED[name].values() if reference]
+    assert [answer for _, answer in rows_of(f"{name}:{file}")] == answers
+    output = capsys.readouterr().out
+    assert (f"left out 1 of {len(rows)} rows" in output) == (len(answers) < len(rows))
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
     """It depends on the task's and the evaluation's file, but on no name."""
-    one = write(tmp_path / "a.jsonl", numbered(8))
+    path = write(tmp_path / "a.jsonl", numbered(8))
     same = write(tmp_path / "b.jsonl", numbered(8))
     test = write(tmp_path / "test.jsonl", numbered(50)[40:])
-    assert load(one).fingerprint == load(same).fingerprint
-    prints = {load(one).fingerprint, load(one, eval_task=test).fingerprint}
+    assert load(path).fingerprint == load(same).fingerprint
+    prints = {load(path).fingerprint, load(path, eval_task=test).fingerprint}
     write(tmp_path / "test.jsonl", numbered(50)[39:])
-    prints |= {load(one, eval_task=test).fingerprint}
+    prints |= {load(path, eval_task=test).fingerprint}
     write(tmp_path / "a.jsonl", numbered(9))
-    assert len(prints | {load(one).fingerprint}) == 4
+    assert len(prints | {load(path).fingerprint}) == 4
 
 
 # Task files
@@ -442,16 +442,16 @@ def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_pa
     _, tokenizer = load_model(words)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y %f') }}: {{ messages[0]['content'] }}"
     path = write(tmp_path / "set.jsonl", numbered(8))
-    one, other = (load(path, tokenizer, instruction="").train(0) for _ in range(2))
-    assert one.prompt_ids == other.prompt_ids
-    assert "26 Jul 2024 000000: question" in tokenizer.decode(one.prompt_ids)
+    problem, other = (load(path, tokenizer, instruction="").train(0) for _ in range(2))
+    assert problem.prompt_ids == other.prompt_ids
+    assert "26 Jul 2024 000000: question" in tokenizer.decode(problem.prompt_ids)
 
 
 def test_a_prompt_may_be_chat_messages(tmp_path):
     """What they say decides whether a prompt is held out."""
     chat = [{"role": "system", "content": "Be brief."}, USER]
-    asked = [[USER | {"content": f"{i}?"}] for i in range(3)]
-    rows = [{"prompt": messages, "answer": 4} for messages in (chat, *asked, *asked)]
+    questions = [[USER | {"content": f"{i}?"}] for i in range(3)]
+    rows = [{"prompt": messages, "answer": 4} for messages in (chat, *questions, *questions)]
     task = load(write(tmp_path / "set.jsonl", rows), Chat(), eval_problems=1)
     texts, held_out = {text_of(task.train(i)) for i in range(20)}, text_of(task.held_out[0])
     assert len(texts) == 3 and held_out not in texts

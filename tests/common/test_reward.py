@@ -34,11 +34,11 @@ HOSTILE = {
 def test_hostile_answers_cost_little_and_earn_nothing():
     """Honest answers after each are judged as always, and what broke its bounds is counted."""
     verifier, start = Verifier(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
-    given, scores = [], []
+    responses, scores = [], []
     for hostile in HOSTILE.values():
-        given += [hostile, r"\boxed{7}"]
+        responses += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
-    verdicts = verifier(given, ["7"] * len(given))
+    verdicts = verifier(responses, ["7"] * len(responses))
     assert scored(verdicts) == scores and any(verdict.failure for verdict in verdicts)
     assert [verdict.answer for verdict in verdicts[-2:]] == ['8"] ["7", "7"]', "7"]
     # The bound on each, and as much again for starting a worker on a busy machine
@@ -114,10 +114,10 @@ def test_a_reward_that_fails_costs_one_answer_at_most(how, expected, verifier, c
     verdicts = verifier([how, "7", "8", how, "7"], ["7"] * 5)
     assert scored(verdicts) == [0.0, 1.0, 0.0, 0.0, 1.0]
     assert [bool(verdict.failure) for verdict in verdicts].count(True) == 2 * bool(expected)
-    said = capfd.readouterr().err
-    assert said.count("told") == 2 * (how == "raise")
-    assert said.count("reward fails") == bool(expected) and expected in said
-    assert len(said) < 500
+    message = capfd.readouterr().err
+    assert message.count("told") == 2 * (how == "raise")
+    assert message.count("reward fails") == bool(expected) and expected in message
+    assert len(message) < 500
 
 
 def test_one_file_may_hold_several_tasks(tmp_path):

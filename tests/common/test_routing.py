@@ -102,12 +102,12 @@ def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     """Replaying what was just recorded changes neither value nor gradient."""
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
-    policy, found, replay = shard(Policy(copy.deepcopy(moe[0])), args, world), [], None
+    policy, results, replay = shard(Policy(copy.deepcopy(moe[0])), args, world), [], None
     for _ in range(2):
         logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0, replay=replay)
         logp.sum().backward()
         replay = policy.routing.recorded()
         gradients = [parameter.grad.full_tensor().clone() for parameter in policy.parameters()]
-        found.append([logp.detach(), *gradients])
+        results.append([logp.detach(), *gradients])
         policy.zero_grad()
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))

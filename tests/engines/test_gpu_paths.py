@@ -60,30 +60,30 @@ def test_a_push_has_the_names_of_published_checkpoints():
     config = AutoConfig.for_model("minimax_m2", **sizes, num_local_experts=4)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    found = dict(checkpoint_tensors(Policy(lm), torch.bfloat16))
+    tensors = dict(checkpoint_tensors(Policy(lm), torch.bfloat16))
     block = "model.layers.0.block_sparse_moe"
     for i in range(4):
-        assert found[f"{block}.experts.{i}.w3.weight"].shape == (96, 64)
-        assert found[f"{block}.experts.{i}.w2.weight"].dtype == torch.bfloat16
-    assert found[f"{block}.e_score_correction_bias"].dtype == torch.float32
+        assert tensors[f"{block}.experts.{i}.w3.weight"].shape == (96, 64)
+        assert tensors[f"{block}.experts.{i}.w2.weight"].dtype == torch.bfloat16
+    assert tensors[f"{block}.e_score_correction_bias"].dtype == torch.float32
 
 
 def test_the_heads_products_are_float32(monkeypatch):
     """On a GPU by the kernel's own output type: after a rounding to bfloat16 it is too late."""
-    asked = []
-    monkeypatch.setattr(torch, "mm", lambda *given, out_dtype: asked.append(out_dtype) or given[0])
-    monkeypatch.setattr(torch, "addmm", lambda *given, out_dtype, out: asked.append(out_dtype))
+    dtypes = []
+    monkeypatch.setattr(torch, "mm", lambda *args, out_dtype: dtypes.append(out_dtype) or args[0])
+    monkeypatch.setattr(torch, "addmm", lambda *args, out_dtype, out: dtypes.append(out_dtype))
     left, right = torch.ones(4, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     there = {"is_cuda": True, "dtype": torch.bfloat16, "shape": torch.Size([4, 1, 2])}
     there = SimpleNamespace(flatten=lambda start, end: left, **there)
     assert head_product(there, right.T).shape == (4, 1, 2)
     add_product(torch.ones(4, 3), there, right)
-    assert asked == [torch.float32] * 2
+    assert dtypes == [torch.float32] * 2
     assert head_product(left, right.T).dtype == torch.float32  # on a CPU
 
 
 def test_the_gpus_checks_run(capsys):
     """tests/gpu/check.py must run on the day when there is a GPU."""
     assert check.main(["gradients", "resume", "memory", "offload", "nothing"]) == 1
-    said = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert said == ["ok", "ok", "ok", "ok", "wrong"]
+    verdicts = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert verdicts == ["ok", "ok", "ok", "ok", "wrong"]

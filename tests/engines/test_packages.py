@@ -49,9 +49,9 @@ def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch
     monkeypatch.setattr("sys.stdin", None)  # nobody to ask
     flags = [*SMALL, "--wandb", project, "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags) == 2
-    said = capsys.readouterr().err
-    assert f"--wandb {project}: cannot be used ({message}" in said
-    assert "Traceback" not in said and not (tmp_path / "run").exists()
+    output = capsys.readouterr().err
+    assert f"--wandb {project}: cannot be used ({message}" in output
+    assert "Traceback" not in output and not (tmp_path / "run").exists()
 
 
 def test_reasoning_gym_itself(monkeypatch):
@@ -66,8 +66,8 @@ def test_reasoning_gym_itself(monkeypatch):
     assert problem.answer < min(held_out.answer for held_out in task.held_out)
     row = gym.create_dataset("chain_sum", size=100_000, seed=0)[problem.answer]
     right = row["answer"]
-    given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
-    scores = scored(task.verifier(given, [problem.answer] * 4))
+    responses = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
+    scores = scored(task.verifier(responses, [problem.answer] * 4))
     assert scores[0] == 1.0 and max(scores[1:]) < 1.0
     assert problem.prompt.startswith(row["question"])
 
@@ -91,4 +91,4 @@ def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
         task, held_out = load(name), "test " if columns.test else "train "
         assert task.train(0).prompt.startswith("train ")
         assert all(problem.prompt.startswith(held_out) for problem in task.held_out)
-    assert [found for _, found in rows_of(name, "test")] == [answer] * 5
+    assert [reference for _, reference in rows_of(name, "test")] == [answer] * 5

@@ -134,8 +134,8 @@ def incomplete(monkeypatch):
     whole = vllm_module.checkpoint_tensors
 
     def leave_out(text: str) -> None:
-        def rest(*given: object) -> list:
-            return [pair for pair in whole(*given) if text not in pair[0]]
+        def rest(*arguments: object) -> list:
+            return [pair for pair in whole(*arguments) if text not in pair[0]]
 
         monkeypatch.setattr(vllm_module, "checkpoint_tensors", rest)
 
@@ -201,9 +201,9 @@ def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
         assert torch.allclose(logp, made.rollout_logp, atol=1e-4) and made.calls.sum() > 100
         turns.reply = forced
         rollouts[engine] = turns.generate(prompts, 1, 64, 0.0)
-    one, other = rollouts["vllm"], rollouts["hf"]
-    assert one.response_ids() == other.response_ids() and (one.calls == 1).all()
-    assert torch.equal(one.mask, other.mask) and torch.equal(one.finished, other.finished)
+    rollout, other = rollouts["vllm"], rollouts["hf"]
+    assert rollout.response_ids() == other.response_ids() and (rollout.calls == 1).all()
+    assert torch.equal(rollout.mask, other.mask) and torch.equal(rollout.finished, other.finished)
 
 
 def test_samples_repeat_with_the_state_and_not_without(engine_of):

@@ -104,11 +104,11 @@ def main() -> None:
     add("--prompts", type=int, default=64, help="in a step of speed (default: %(default)s)")
     add("--beside", help="FILE.py, called with FOLDER MODEL PROMPTS TOKENS")
     add("--small", action="store_true")
-    given = parser.parse_args()
-    out = empty_folder(given.out.resolve())
-    small = given.small or not GPUS
-    model, prompts, tokens = given.model, given.prompts, 1000
-    fast, sums = f"{SPEED} --model {model}", f"{LEARNS} --model {given.smollm2}"
+    words = parser.parse_args()
+    out = empty_folder(words.out.resolve())
+    small = words.small or not GPUS
+    model, prompts, tokens = words.model, words.prompts, 1000
+    fast, sums = f"{SPEED} --model {model}", f"{LEARNS} --model {words.smollm2}"
     checks = [*CHECKS, *(name for name, flags in RUNS.items() if VLLM not in flags)]
     check = ["-m", "tests.gpu.check", "--compile"]
     if small:
@@ -124,11 +124,11 @@ def main() -> None:
     seconds |= {"checks": 190, "learns": 160}
     programs = {
         "speed": {"speed": ["-m", "tests.gpu.card", "--run_speed", *fast.split()]},
-        "beside": {"beside": [given.beside, out / "beside", model, str(prompts), str(tokens)]},
+        "beside": {"beside": [words.beside, out / "beside", model, str(prompts), str(tokens)]},
         "checks": {name: [*check, name] for name in checks},
         "learns": {"learns": ["grpo.py", *sums.split()]},
     }
-    if unknown := set(given.parts) - programs.keys():
+    if unknown := set(words.parts) - programs.keys():
         parser.error(f"{min(unknown)}: must be one of {', '.join(programs)}")
     card = torch.cuda.get_device_name() if GPUS else "no GPU"
     start = time.monotonic()
@@ -139,10 +139,10 @@ def main() -> None:
             print(line, file=file)
 
     report(f"{card}, torch {torch.__version__}")
-    for part in given.parts or programs:
+    for part in words.parts or programs:
         began = time.monotonic()
-        left = 60 * given.minutes - (began - start)
-        if part == "beside" and not given.beside:
+        left = 60 * words.minutes - (began - start)
+        if part == "beside" and not words.beside:
             report("beside: skipped, without --beside")
             continue
         if left < seconds[part] and not small:

@@ -63,7 +63,7 @@ def gradient(policy: Policy, batch: Rollout, world: World) -> torch.Tensor:
     for rows in micro_batches(policy, batch, 150, world):
         response_logprobs(policy, batch.rows(rows), 1.0)[0].sum().backward()
     divide_gradients(policy, total_count(batch.mask.sum(), world), world)
-    return torch.cat([whole_tensor(one.grad).cpu().flatten() for one in policy.parameters()])
+    return torch.cat([whole_tensor(weight.grad).cpu().flatten() for weight in policy.parameters()])
 
 
 def compare_gradients() -> None:
@@ -76,19 +76,19 @@ def compare_gradients() -> None:
     mine = batch.to(world.device).rows(slice(world.rank, None, world.size))
     for dtype in ("float32", "bfloat16"):
         args = grpo.Args(dtype=dtype, shard_ranks=world.size, compile=bool(COMPILE))
-        found = gradient(shard(Policy(copy.deepcopy(lm)), args, world), mine, world)
+        result = gradient(shard(Policy(copy.deepcopy(lm)), args, world), mine, world)
         if world.rank == 0:
-            print(f"GRADIENT {dtype} {(found - exact).norm() / exact.norm():.1e}")
+            print(f"GRADIENT {dtype} {(result - exact).norm() / exact.norm():.1e}")
     torch.distributed.destroy_process_group()
 
 
 def gradients(run: Path) -> str:
     """Kernels, FSDP in bfloat16, and NCCL where there are several GPUs."""
     words = [*TORCHRUN, "-m", "tests.gpu.check", "--compare-gradients", *COMPILE[:1]]
-    said = program(*words).splitlines()
-    found = dict(line.split()[1:] for line in said if line.startswith("GRADIENT"))
-    told = f"{RANKS} rank(s), relative difference from one CPU: {found}"
-    assert float(found["float32"]) < 1e-4 and float(found["bfloat16"]) < 0.15, told
+    lines = program(*words).splitlines()
+    errors = dict(line.split()[1:] for line in lines if line.startswith("GRADIENT"))
+    told = f"{RANKS} rank(s), relative difference from one CPU: {errors}"
+    assert float(errors["float32"]) < 1e-4 and float(errors["bfloat16"]) < 0.15, told
     return told
 
 
@@ -105,9 +105,9 @@ def resume(run: Path) -> str:
 
 def memory(run: Path) -> str:
     """A lack of it is a line that names the phase and the flags to lower."""
-    said = started("-c", TOO_LARGE, "--rollout", "hf", "--run_dir", run).stderr
-    assert "out of memory in " in said and "Traceback" not in said, said
-    return next(line for line in said.splitlines() if "out of memory in " in line)
+    message = started("-c", TOO_LARGE, "--rollout", "hf", "--run_dir", run).stderr
+    assert "out of memory in " in message and "Traceback" not in message, message
+    return next(line for line in message.splitlines() if "out of memory in " in line)
 
 
 def trained(run: Path, words: str) -> str:

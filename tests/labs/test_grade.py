@@ -176,9 +176,9 @@ def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     path.write_text(source + "\nprint('noise')\n")
     monkeypatch.setattr(sys, "argv", ["grade", str(path), "--hint"])
     assert grade.main() == 1
-    said = capsys.readouterr()
-    assert words in " ".join(said.out.split()), said.out
-    assert "Traceback" not in said.out and "noise" not in said.out and not said.err
+    output = capsys.readouterr()
+    assert words in " ".join(output.out.split()), output.out
+    assert "Traceback" not in output.out and "noise" not in output.out and not output.err
 
 
 def test_what_is_no_exercise_is_refused(tmp_path, monkeypatch, capsys):
@@ -201,10 +201,10 @@ def test_the_reference_is_the_repositorys(tmp_path):
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))
 def test_every_bug_is_one_place_and_seen(number):
-    one = bug.BUGS[number - 1]
-    compile(bug.damaged(one), "damaged", "exec")
-    assert f"{one.file}.py:" in bug.reveal(number) and one.seen_by in bug.reveal(number)
-    module = importlib.import_module(MODULES[one.file])
-    if one.seen_by != bug.LOOP:
-        named = [check for check in checks.of(one.file)[0] if check.__name__ == one.seen_by]
-        assert list(checks.failing(checks.mutate(module, *one.damage()), named))
+    fault = bug.BUGS[number - 1]
+    compile(bug.damaged(fault), "damaged", "exec")
+    assert f"{fault.file}.py:" in bug.reveal(number) and fault.seen_by in bug.reveal(number)
+    module = importlib.import_module(MODULES[fault.file])
+    if fault.seen_by != bug.LOOP:
+        named = [check for check in checks.of(fault.file)[0] if check.__name__ == fault.seen_by]
+        assert list(checks.failing(checks.mutate(module, *fault.damage()), named))

@@ -96,11 +96,11 @@ def distributions(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
     [n, T, V], 0 on padding."""
     logits = lm(padded([row.ids for row in rows], 0)).logits / TEMPERATURE  # [n, S, V]
     every = logits.log_softmax(-1)  # [n, S, V]
-    found = []
+    slices = []
     for i, row in enumerate(rows):
         # The token at t is predicted at t - 1
-        found.append(every[i, len(row.context) - 1 : len(row.ids) - 1])
-    return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+        slices.append(every[i, len(row.context) - 1 : len(row.ids) - 1])
+    return torch.nn.utils.rnn.pad_sequence(slices, batch_first=True)
 
 
 def sampled(columns: Tensor, rows: list[Row]) -> Tensor:

@@ -43,16 +43,16 @@ def trials(jobs: list[tuple], folder: Path) -> None:
     world = setup()
     for number, (algorithm, damage, flags) in enumerate(jobs):
         with damaged(algorithm, *damage) as module:
-            found = record(module, world, folder / f"run-{number}", **flags)
-        torch.save(found, folder / f"{number}-{world.rank}.pt")
+            result = record(module, world, folder / f"run-{number}", **flags)
+        torch.save(result, folder / f"{number}-{world.rank}.pt")
     dist.barrier()  # leave together: gloo may abort a rank whose peer has gone
 
 
 def on_ranks(ranks: int, jobs: list[tuple], folder: Path) -> list[list[Record]]:
     """Return the records of all ranks for every job."""
-    done, found = forked(trials, jobs, folder, ranks=ranks), []
+    done, records = forked(trials, jobs, folder, ranks=ranks), []
     assert done.returncode == 0, done.stderr
     for number in range(len(jobs)):
         paths = [folder / f"{number}-{rank}.pt" for rank in range(ranks)]
-        found.append([torch.load(path, weights_only=False) for path in paths])
-    return found
+        records.append([torch.load(path, weights_only=False) for path in paths])
+    return records

@@ -133,7 +133,7 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
     args = module.Args(**shape | {"shard_ranks": world.size} | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
-    engine, found = Stored(world, model), Record(world.rank, vars(args))
+    engine, result = Stored(world, model), Record(world.rank, vars(args))
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -144,7 +144,7 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
             for name in ("lr", "betas", "weight_decay"):
                 seen[name] = [group[name] for group in self.param_groups]
             policy = len(parameters) == len(list(untrained(model).parameters()))
-            (found.updates if policy else found.lessons).append(seen)
+            (result.updates if policy else result.lessons).append(seen)
             super().step(closure)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -157,8 +157,8 @@ def record(module: ModuleType, world: World, folder: Path, model: str = "model",
         patch.setattr("common.distributed.StopFlag.listen", lambda flag: None)
         module.main(args, world)
     world.closing.close()
-    found.calls, found.synced = engine.calls, engine.synced
+    result.calls, result.synced = engine.calls, engine.synced
     if world.rank == 0:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        found.metrics = list(map(json.loads, lines))
-    return found
+        result.metrics = list(map(json.loads, lines))
+    return result

@@ -59,11 +59,11 @@ def others(flag: str, value: object, kind: object) -> list:
 
 def trained(name: str, world: World, folder: Path, **flags: object) -> SimpleNamespace:
     """Return what a run does to training, its metrics and its flags."""
-    found = record(module_of(name), world, folder, sample_every=0, **flags)
-    gradients = [flat(seen["gradients"]) for seen in found.updates + found.lessons]
-    numbers = torch.cat([*gradients, flat(found.synced[-1])])
-    training = found.calls, numbers.numpy().tobytes()
-    return SimpleNamespace(training=training, metrics=metrics(folder), flags=found.flags)
+    result = record(module_of(name), world, folder, sample_every=0, **flags)
+    gradients = [flat(seen["gradients"]) for seen in result.updates + result.lessons]
+    numbers = torch.cat([*gradients, flat(result.synced[-1])])
+    training = result.calls, numbers.numpy().tobytes()
+    return SimpleNamespace(training=training, metrics=metrics(folder), flags=result.flags)
 
 
 @pytest.mark.parametrize("name", [*FILES, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])

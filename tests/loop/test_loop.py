@@ -32,8 +32,8 @@ slow = pytest.mark.slow
 
 def model(parameters: list[Tensor]) -> torch.nn.Module:
     lm = copy.deepcopy(untrained())
-    for own, given in zip(lm.parameters(), parameters, strict=True):
-        own.data.copy_(given)
+    for own, value in zip(lm.parameters(), parameters, strict=True):
+        own.data.copy_(value)
     return lm
 
 
@@ -41,13 +41,13 @@ def prompts_of(step: int) -> list[str]:
     return [TRAIN[(step * P + i) % len(TRAIN)] for i in range(P)]
 
 
-def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNamespace:
+def minibatch(module: ModuleType, records: list[Record], update: int) -> SimpleNamespace:
     """Return all columns of a whole mini-batch, by the weights that each policy had then, the
     file's own loss of them, and its gradient."""
-    (step, part), weights = divmod(update, M), [one["parameters"] for one in found[0].updates]
-    share = P // len(found) // M  # prompts of a rank
+    (step, part), weights = divmod(update, M), [seen["parameters"] for seen in records[0].updates]
+    share = P // len(records) // M  # prompts of a rank
     rows = []
-    for rank in range(len(found)):
+    for rank in range(len(records)):
         start = (rank * M + part) * share
         for prompt in prompts_of(step)[start : start + share]:
             rows += respond(prompt, G)
@@ -64,7 +64,7 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
         ref_logp=log_probs(reference, rows),
         rollout_logp=padded([sampler_logp(row, "model") for row in rows]).double(),
     )
-    args = SimpleNamespace(**found[0].flags)
+    args = SimpleNamespace(**records[0].flags)
     if hasattr(module, "choose_tokens"):
         with torch.no_grad():
             module.choose_tokens(args, b, ALONE)
@@ -89,15 +89,15 @@ def minibatch(module: ModuleType, found: list[Record], update: int) -> SimpleNam
     return b
 
 
-def check_loop(name: str, found: list[Record]) -> None:
+def check_loop(name: str, records: list[Record]) -> None:
     """Check gradients, rates, prompts, syncs, evaluations and metrics of a run of two steps."""
-    module, first, size = module_of(name), found[0], len(found)
+    module, first, size = module_of(name), records[0], len(records)
     flags = SimpleNamespace(**first.flags)
-    assert all(len(one.updates) == 2 * M and len(one.synced) == 3 for one in found)
+    assert all(len(run.updates) == 2 * M and len(run.synced) == 3 for run in records)
     for step in range(2):
         pairs: dict[str, list] = {}
         for update in range(step * M, step * M + M):
-            b, seen = minibatch(module, found, update), first.updates[update]
+            b, seen = minibatch(module, records, update), first.updates[update]
             cut = b.gradient * min(1.0, flags.grad_clip / float(b.gradient.norm()))
             assert (flat(seen["gradients"]) - cut).norm() < 2e-4 * cut.norm(), update
             assert seen["lr"] == pytest.approx([flags.lr * (step + 1) / flags.warmup])
@@ -118,16 +118,16 @@ def check_loop(name: str, found: list[Record]) -> None:
                 expected /= float(sum(counts))
             assert line[metric] == pytest.approx(expected, rel=1e-3, abs=1e-4), (step, metric)
     assert not any(map(torch.equal, first.synced[2], first.updates[-1]["parameters"]))
-    for one in found:
+    for run in records:
         mine, some = (
-            HELD_OUT[one.rank :: size],
-            slice(one.rank * P // size, (one.rank + 1) * P // size),
+            HELD_OUT[run.rank :: size],
+            slice(run.rank * P // size, (run.rank + 1) * P // size),
         )
         tested = [(mine, 1, 0.0, LIMIT, 1.0), (mine, SAMPLES, TEMPERATURE, LIMIT, 1.0)]
         trained = [(prompts_of(step)[some], G, TEMPERATURE, LIMIT, 1.0) for step in range(2)]
         how = "prompts n temperature limit top_p".split()
-        asked = [tuple(call[key] for key in how) for call in one.calls]
-        assert asked == [*tested, *trained, *tested]
+        calls = [tuple(call[key] for key in how) for call in run.calls]
+        assert calls == [*tested, *trained, *tested]
     right = [row.reward for prompt in HELD_OUT for row in respond(prompt, SAMPLES)]
     assert first.metrics[-1]["sampled"] == pytest.approx(sum(right) / len(right))
 
@@ -135,27 +135,27 @@ def check_loop(name: str, found: list[Record]) -> None:
 # Micro-batches and ranks
 
 
-def same_run(found: list[Record], other: list[Record]) -> None:
+def same_run(records: list[Record], other: list[Record]) -> None:
     """Compare each gradient and each metric, to float32's rounding, which AdamW's first steps
     magnify."""
-    one, two = found[0], other[0]
+    first, second = records[0], other[0]
     for kind in ("updates", "lessons"):
         for update, (seen, again) in enumerate(
-            zip(getattr(one, kind), getattr(two, kind), strict=True)
+            zip(getattr(first, kind), getattr(second, kind), strict=True)
         ):
             apart = flat(seen["gradients"]) - flat(again["gradients"])
             assert apart.norm() < 1e-3 * flat(seen["gradients"]).norm(), (kind, update)
             assert seen["lr"] == pytest.approx(again["lr"], rel=1e-3)
-    for line, again in zip(one.metrics, two.metrics, strict=True):
+    for line, again in zip(first.metrics, second.metrics, strict=True):
         for name, value in line.items():
             if "second" not in name and name not in ("loss", "tokens_per_s", "greedy", "sampled"):
                 assert again[name] == pytest.approx(value, rel=5e-3, abs=1e-5), (line["step"], name)
-    asked, again = (
+    prompts, again = (
         [sum((call["prompts"] for call in calls), []) for calls in zip(*(r.training for r in run))]
-        for run in (found, other)
+        for run in (records, other)
     )
-    assert asked == again
-    assert [len(r.synced) for r in other] == [len(one.synced)] * len(other)
+    assert prompts == again
+    assert [len(r.synced) for r in other] == [len(first.synced)] * len(other)
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +186,8 @@ def together(tmp_path_factory):
     for name, damage in DAMAGES.items():
         flags = damage.flags if damage.algorithm in PLAIN else damage.flags | ONE
         jobs[name] = (damage.algorithm, damage.place, flags)
-    found = on_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("ranks"))
-    return dict(zip(jobs, found))
+    records = on_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("ranks"))
+    return dict(zip(jobs, records))
 
 
 ONE = {"minibatches": 1}  # of more, each would have other rows on two ranks
@@ -207,11 +207,11 @@ def test_smallest_micro_batches(alone, name):
 
 def test_vcpo_lowers_its_rate(alone):
     """It is multiplied by what is logged, the root of the ESS ratio over rho_on."""
-    found = alone("vcpo", **ONE)
-    for line in found.metrics[2:]:
-        scale = min(1.0, line["ess_ratio"] / found.flags["rho_on"]) ** 0.5
-        warm = min(1.0, (line["step"] - 1) / found.flags["warmup"])
-        assert scale < 1 and line["lr"] == pytest.approx(found.flags["lr"] * warm * scale)
+    result = alone("vcpo", **ONE)
+    for line in result.metrics[2:]:
+        scale = min(1.0, line["ess_ratio"] / result.flags["rho_on"]) ** 0.5
+        warm = min(1.0, (line["step"] - 1) / result.flags["warmup"])
+        assert scale < 1 and line["lr"] == pytest.approx(result.flags["lr"] * warm * scale)
 
 
 LAYERS_OFF = {"tau_p": 0.0, "gate": False, "candidates": 1, "branches": 0, "ess_scaling": False}
@@ -228,9 +228,9 @@ def test_the_stack_is_its_layers(alone):
     plain = alone("justrl", lr=3e-4, grad_clip=12.0).synced[-1]
     assert all(map(torch.equal, alone("stack", **flags).synced[-1], plain))
     for metric, flag, value in LAYERS:
-        found = alone("stack", **flags | {flag: value})
-        assert found.metrics[-1]["layers_acted"] == 1 and found.metrics[-1][metric] > 0, metric
-        assert not any(map(torch.equal, found.synced[-1], plain)), metric
+        result = alone("stack", **flags | {flag: value})
+        assert result.metrics[-1]["layers_acted"] == 1 and result.metrics[-1][metric] > 0, metric
+        assert not any(map(torch.equal, result.synced[-1], plain)), metric
 
 
 @slow

@@ -31,15 +31,15 @@ def first_steps(algorithm: str, ranks: int, folder: Path) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
+def measured() -> dict:
     return json.loads(started("-m", "tests.loop.test_numbers").stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other kernels")
 @pytest.mark.parametrize("run", STORED)
-def test_the_first_steps_are_as_they_were(run, found):
-    for step, (now, then) in enumerate(zip(found[run], STORED[run], strict=True), 1):
+def test_the_first_steps_are_as_they_were(run, measured):
+    for step, (now, then) in enumerate(zip(measured[run], STORED[run], strict=True), 1):
         assert now == pytest.approx(then, rel=1e-5, abs=1e-7), step
 
 

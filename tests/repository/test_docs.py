@@ -35,15 +35,15 @@ def commands(text: str) -> list[tuple[str, list[str], int]]:
     """Return (algorithm or program, words, ranks) of every torchrun or python command for an
     algorithm file or tools.evaluate, on a line of its own or in backticks."""
     text = re.sub(r"`((?:torchrun|python) [^`\n]+)`", r"\n\1\n", text.replace("\\\n", " "))
-    found = []
+    runs = []
     for line in map(str.strip, text.splitlines()):
         program = re.match(r"(?:torchrun|python) .*?(?:(\w+)\.py|-m (?:variants\.)?([\w.]+))", line)
         name = program and (program[1] or program[2])
         if name in (*ALGORITHMS, "tools.evaluate"):
             words = shlex.split(line[program.end() :], comments=True)
             sizes = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", program[0])
-            found.append((name, words, math.prod(map(int, sizes))))
-    return found
+            runs.append((name, words, math.prod(map(int, sizes))))
+    return runs
 
 
 @pytest.mark.parametrize("path", PAGES + PROGRAMS, ids=name_of_path)
@@ -80,8 +80,8 @@ def test_every_program_of_a_page_exists(path):
 
 def headings(text: str) -> list[str]:
     """Return the anchors that GitHub gives to a page's headings."""
-    found = re.findall(r"^#+ (.*)", text, re.MULTILINE)
-    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in titles]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
@@ -117,8 +117,8 @@ APART = torch.tensor([[-1e-5, 0.0, 1e-5]], dtype=torch.float64)  # between a res
 
 def factor(cell: str) -> str:
     """Return what a cell multiplies, as Python; 1 if it names nothing."""
-    found = re.match(r"(?!none|无)[^`]*`(.*?)`", cell)
-    return found[1].replace("²", "**2").replace("τ(", "τ*(") if found else "1"
+    match = re.match(r"(?!none|无)[^`]*`(.*?)`", cell)
+    return match[1].replace("²", "**2").replace("τ(", "τ*(") if match else "1"
 
 
 def product(row: tuple[str, str, str], logs: dict[str, torch.Tensor], A: torch.Tensor, L: int):
@@ -153,12 +153,12 @@ def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
         logs = {"logp": logp, "old_logp": logp.detach() - log_r}
         logs["rollout_logp"] = logs["old_logp"] - 0.1
         A = torch.tensor([[1.5]] * len(MADE) + [[-0.5]] * len(MADE), dtype=torch.float64)
-        given = {"mask": torch.ones_like(log_r), "entropy": torch.ones_like(log_r)}
+        columns = {"mask": torch.ones_like(log_r), "entropy": torch.ones_like(log_r)}
         if file == "opd":
-            given["ref_logp"] = torch.full_like(log_r, -2.5)
-        loss, _ = adapters.policy_loss(file, **logs, **given, advantages=A[:, 0])
+            columns["ref_logp"] = torch.full_like(log_r, -2.5)
+        loss, _ = adapters.policy_loss(file, **logs, **columns, advantages=A[:, 0])
         (slope,) = torch.autograd.grad(loss, logp)
         if file == "opd":
-            A = given["ref_logp"] - logp.detach()
+            A = columns["ref_logp"] - logp.detach()
         limit = importlib.import_module(MODULES[file]).Args().max_new_tokens
         torch.testing.assert_close(product(row, logs, A, limit), -slope, msg=f"{file}: {row}")

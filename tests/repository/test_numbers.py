@@ -29,8 +29,8 @@ def plain(text: str) -> str:
 
 def figures(text: str) -> set[str]:
     """Return the text's numbers, and medians also without their range, but no end of a range."""
-    found = set(FIGURE.findall(plain(text)))
-    return found | {figure.partition(" (")[0] for figure in found}
+    numbers = set(FIGURE.findall(plain(text)))
+    return numbers | {figure.partition(" (")[0] for figure in numbers}
 
 
 def cells(line: str) -> list[str]:

@@ -34,17 +34,17 @@ BUDGET = {
 
 def imported(path: Path) -> set[str]:
     """Return every module that a file names in an import, at any depth: `common.batch`, `torch`."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 assert path.parent.name == "checks", f"{path}: a relative import hides its module"
-            found.add("checks" if node.level else node.module)
+            modules.add("checks" if node.level else node.module)
             if node.module == "common":  # `from common import batch` names a module
-                found.update(f"common.{alias.name}" for alias in node.names)
-    return found
+                modules.update(f"common.{alias.name}" for alias in node.names)
+    return modules
 
 
 def ours(path: Path) -> set[str]:
@@ -117,8 +117,8 @@ def test_text_files_are_utf8_in_every_locale():
     for path in [*COMMON, *(ROOT / "tools").rglob("*.py"), *PATHS.values()]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                given = len(node.args) + len(node.keywords)
-                assert given >= needs.get(node.func.attr, 0), f"{path}:{node.lineno}"
+                count = len(node.args) + len(node.keywords)
+                assert count >= needs.get(node.func.attr, 0), f"{path}:{node.lineno}"
 
 
 # Differences

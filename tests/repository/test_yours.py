@@ -53,8 +53,8 @@ def test_a_tool():
     exec((ROOT / "docs/tasks/calls.py").read_text("utf-8"), task)
     messages, answer = task["train"](3)
     assert messages[-1]["role"] == "user" and answer.lstrip("-").isdigit()
-    said = task["reply"]("<calc>17 * 23</calc>\n", answer)
-    assert "tool\n391<|im_end|>" in said and task["reply"]("The answer is 391", answer) is None
+    reply = task["reply"]("<calc>17 * 23</calc>\n", answer)
+    assert "tool\n391<|im_end|>" in reply and task["reply"]("The answer is 391", answer) is None
     assert task["reward"]("tool\n391\nassistant\nThe answer is 391.", "391") == 1
     assert task["reward"]("<calc>17 * 23</calc>", "391") == 0
 
@@ -65,8 +65,8 @@ def test_a_dataset_with_another_reward(files):
     write(files / "gsm8k.jsonl", [row, row])
     task = load("brief.py")
     assert task.train(3).prompt.startswith(row["question"] + " Think step by step.")
-    given = [f"# {answer}", "so it is " * 10 + f"# {answer}", "# 7"]
-    brief, long, wrong = scored(task.verifier(given, [answer] * 3))
+    responses = [f"# {answer}", "so it is " * 10 + f"# {answer}", "# 7"]
+    brief, long, wrong = scored(task.verifier(responses, [answer] * 3))
     assert 1 > brief > long > 0 > wrong
 
 
@@ -74,8 +74,8 @@ def test_unit_tests(files):
     tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
     write(files / "code.jsonl", [{"prompt": f"Add, {i}.", "tests": tests} for i in range(102)])
     task = load("unit_tests.py")
-    given = ["```python\ndef add(a, b): return a + b\n```", "def add(a, b): return 3", "add = 1"]
-    assert scored(task.verifier(given, [tests] * 3)) == [1.0, 0.5, 0.0]
+    texts = ["```python\ndef add(a, b): return a + b\n```", "def add(a, b): return 3", "add = 1"]
+    assert scored(task.verifier(texts, [tests] * 3)) == [1.0, 0.5, 0.0]
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -85,10 +85,10 @@ class Judge(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reference, answer, _ = body["messages"][0]["content"].splitlines()
         right = answer.endswith("#" + reference.partition(": ")[2])
-        said = {"choices": [{"message": {"content": "Yes." if right else "No."}}]}
+        reply = {"choices": [{"message": {"content": "Yes." if right else "No."}}]}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(said).encode())
+        self.wfile.write(json.dumps(reply).encode())
 
     def log_message(self, *words: object) -> None:
         pass

@@ -60,9 +60,9 @@ def test_a_full_disk(place, number, counts, tmp_path, finished, monkeypatch, cap
     with monkeypatch.context() as patch:
         patch.setattr(place, at_the(number, resolve_name(place), counts))
         assert run_here(grpo.main, *flags) == 1
-    said = capsys.readouterr().err
-    assert "No space left" in said and "--resume" in said
-    assert said.count("error: ") == 1 and "Traceback" not in said
+    message = capsys.readouterr().err
+    assert "No space left" in message and "--resume" in message
+    assert message.count("error: ") == 1 and "Traceback" not in message
     assert [path.name for path in checkpoints(tmp_path / "parts")] == ["step_000002"]
     assert run_here(grpo.main, *flags, "--resume") == 0
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)

@@ -66,16 +66,16 @@ def test_bad_input_is_one_line(algorithm, flags, message, files, tmp_path, monke
     before = sorted(files.rglob("*"))
     words = [*flags.split(), "--run_dir", tmp_path / "run"]
     assert run_here(module_of(algorithm).main, *words) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert message in said and said.startswith("grpo.py: error: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and line.startswith("grpo.py: error: ")
     assert not list(tmp_path.iterdir()) and sorted(files.rglob("*")) == before
 
 
 def test_ranks_that_cannot_meet(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     assert run_here(grpo.main, *SMALL, "--run_dir", tmp_path / "run") == 2
-    said = capsys.readouterr().err
-    assert "cannot join the others" in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "cannot join the others" in message and message.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

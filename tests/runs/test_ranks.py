@@ -53,10 +53,10 @@ def receives(names: list[str]) -> None:
             engine = HFEngine(lm, world, 0, "float32", 8)
             reference = frozen_reference(args, lm, world)
             policy = shard(Policy(lm), args, world)
-            for one in (policy, reference, engine):
-                given = dict(full_parameters(one)) | dict(one.lm.named_buffers())
-                assert given.keys() == held.keys()
-                assert all(torch.equal(given[key], held[key]) for key in held)
+            for model in (policy, reference, engine):
+                tensors = dict(full_parameters(model)) | dict(model.lm.named_buffers())
+                assert tensors.keys() == held.keys()
+                assert all(torch.equal(tensors[key], held[key]) for key in held)
             assert torch.equal(logprobs_of(policy), expected)
             assert torch.equal(logprobs_of(reference), expected)
             assert not any(p.requires_grad for p in reference.parameters())

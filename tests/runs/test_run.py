@@ -62,9 +62,9 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
     words = [*SMALL, "--steps", 1, *flags.split(), "--run_dir", tmp_path / "run"]
     assert run_here(module.main, *words) == 0
     lines = capsys.readouterr().out.splitlines()
-    (said,) = [line for line in lines if "every step" in line or "any step" in line]
-    assert next(iter(module.ACTED)) in said and said.startswith("WARNING") == warned
-    assert ("ratio" in said) == (algorithm == "grpo" and not warned)
+    (message,) = [line for line in lines if "every step" in line or "any step" in line]
+    assert next(iter(module.ACTED)) in message and message.startswith("WARNING") == warned
+    assert ("ratio" in message) == (algorithm == "grpo" and not warned)
 
 
 HINTS = [(0, 64, "is an answer found"), (0, 1, "cut at --max_new"), (1, 64, "easy"), (0.3, 64, "")]
@@ -77,10 +77,10 @@ def test_equal_rewards_are_said_first(points, length, hint, tmp_path, capsys):
     (tmp_path / "task.py").write_text(f"{task}{points}\n")
     flags = [*SMALL, "--steps", 4, "--task", tmp_path / "task.py", "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags, "--max_new_tokens", length) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line]
-    warned = [number for number, line in enumerate(said) if line.startswith("WARNING")]
-    assert warned == [3, 4] and all(f"{points} on average" in said[n] for n in warned)
-    assert "in 3 steps" in said[3] and "in 4 steps" in said[4] and hint in said[4]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    warned = [number for number, line in enumerate(lines) if line.startswith("WARNING")]
+    assert warned == [3, 4] and all(f"{points} on average" in lines[n] for n in warned)
+    assert "in 3 steps" in lines[3] and "in 4 steps" in lines[4] and hint in lines[4]
 
 
 def test_curves_that_cannot_be_drawn_fail_no_run(tmp_path, monkeypatch, capsys):

@@ -46,11 +46,11 @@ def group_of(step: int, texts: list[str] = HOSTILE) -> dict:
     tokens."""
     responses = []
     for i, text in enumerate(texts):
-        one = {"text": text, "given": "", "reward": float(i == 0), "finished": True, "ids": [3, 1]}
-        one |= {"advantage": 1.5 - 2.0 * (i > 0), "tokens": [text, text], "weight": [0.25, -i / 8]}
+        response = {"text": text, "given": "", "reward": float(i == 0), "finished": True}
+        response |= {"advantage": 1.5 - 2.0 * (i > 0), "tokens": [text, text]}
         for name in ("logp", "old_logp", "rollout_logp", "entropy"):
-            one[name] = [-0.5, -0.125]
-        responses.append(one)
+            response[name] = [-0.5, -0.125]
+        responses.append(response | {"ids": [3, 1], "weight": [0.25, -i / 8]})
     row = {"step": step, "minibatch": 1, "minibatches": 1, "group": 0, "rows": 4, "tokens": 8}
     return row | {"prompt": texts[0], "answer": texts[1], "responses": responses}
 

@@ -26,8 +26,8 @@ def drawn(shown: Path, address: str, element: str) -> list[str]:
     command = [BROWSER, *options.split(), shown.as_uri() + address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    found = re.findall(element, done.stdout.partition("<main")[2])
-    return [html.unescape(re.sub("<.*?>", "", text)) for text in found]
+    matches = re.findall(element, done.stdout.partition("<main")[2])
+    return [html.unescape(re.sub("<.*?>", "", text)) for text in matches]
 
 
 def test_a_runs_page(tmp_path):

@@ -21,14 +21,14 @@ def load(*folders: Path) -> list[compare.Kind]:
 def test_which_runs_are_of_a_kind(tmp_path):
     """Seeds are of a kind, also if they were saved at other times. Other flags are not, and name
     the kind. A repeated seed is never averaged with the first."""
-    one, two = run_of(tmp_path / "1", 1), run_of(tmp_path / "2", 2, save_every=7)
-    (kind,) = load(one, two)
-    assert kind.label == "grpo" and [run.folder for run in kind.runs] == [one, two]
+    first, second = run_of(tmp_path / "1", 1), run_of(tmp_path / "2", 2, save_every=7)
+    (kind,) = load(first, second)
+    assert kind.label == "grpo" and [run.folder for run in kind.runs] == [first, second]
     other = run_of(tmp_path / "clip", 1, clip_high=0.28)
-    labels = [kind.label for kind in load(one, other)]
+    labels = [kind.label for kind in load(first, other)]
     assert labels == ["grpo, clip_high 0.2", "grpo, clip_high 0.28"]
     again = run_of(tmp_path / "new", 1)
-    assert [len(kind.runs) for kind in load(one, two, again)] == [2, 1]
+    assert [len(kind.runs) for kind in load(first, second, again)] == [2, 1]
 
 
 def test_a_row_has_mean_and_deviation_of_its_seeds(tmp_path):

@@ -48,8 +48,8 @@ def rows(folder: Path) -> list[dict]:
 
 def greedy(folder: Path) -> list[tuple]:
     """Return problem, greedy response and score of each row."""
-    found = [row for row in rows(folder) if not row["temperature"]]
-    return [(row["problem"], row["responses"], row["scores"]) for row in found]
+    greedy_rows = [row for row in rows(folder) if not row["temperature"]]
+    return [(row["problem"], row["responses"], row["scores"]) for row in greedy_rows]
 
 
 def table(printed: str) -> list[list[str]]:
@@ -85,12 +85,12 @@ def test_bootstrap_interval_is_that_of_the_mean():
 def test_a_line_of_the_table_by_hand():
     """Two problems have four responses each: avg is 3/8, pass@2 (1/2 + 5/6)/2, pass@4 1. Length and
     cut are over all responses."""
-    one = {"set": "s", "temperature": 1.0, "top_p": 1.0, "lengths": [2, 4, 6, 8]}
-    found = [
-        one | {"scores": [1, 0, 0, 0], "finished": [True] * 4},
-        one | {"scores": [0, 1, 0, 1], "finished": [True, True, False, True]},
+    row = {"set": "s", "temperature": 1.0, "top_p": 1.0, "lengths": [2, 4, 6, 8]}
+    two_rows = [
+        row | {"scores": [1, 0, 0, 0], "finished": [True] * 4},
+        row | {"scores": [0, 1, 0, 1], "finished": [True, True, False, True]},
     ]
-    (cells,) = table("| \n" + line_of(found, 4))
+    (cells,) = table("| \n" + line_of(two_rows, 4))
     assert cells[:5] == ["s", "1.0", "1.0", "2", "4"] and cells[8:] == ["5", "0.125"]
     assert [cell.split()[0] for cell in cells[5:8]] == ["0.375", "0.667", "1.000"]
 
@@ -102,13 +102,13 @@ def test_a_line_of_the_table_by_hand():
 def test_scores_are_of_the_responses_and_the_mean_of_the_scores(measured, tmp_path, tiny):
     flags = ["--eval_problems", 12, "--eval_samples", 2, "--run_dir", tmp_path]
     printed = measured("tiny", *flags)
-    found = rows(tmp_path)
+    stored = rows(tmp_path)
     problems = load_task(grpo.Args(eval_problems=12), tiny[1]).held_out
-    for row, problem in zip(found, problems):
+    for row, problem in zip(stored, problems):
         (text,) = row["responses"]
         assert row["prompt"] == problem.prompt
         assert row["scores"] == [float("#" in text and text.split("#")[-1] == problem.answer)]
-    mean = sum(row["scores"][0] for row in found[:12]) / 12
+    mean = sum(row["scores"][0] for row in stored[:12]) / 12
     assert table(printed)[0][5].startswith(f"{mean:.3f} [")
 
 
@@ -163,6 +163,6 @@ def test_a_damaged_or_missing_checkpoint_is_one_line(measured, tmp_path, capsys,
     for step, wrong in ((0, "step_000004 is damaged"), (3, "no checkpoint of step 3, has [2, 4]")):
         with pytest.raises(SystemExit) as stop:
             measured(run, "--step", step)
-        said = capsys.readouterr().err
-        assert stop.value.code == 2 and said.count("\n") == 1 and wrong in said
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and message.count("\n") == 1 and wrong in message
     assert "after step 2;" in measured(run, "--step", 2)

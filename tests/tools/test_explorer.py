@@ -31,14 +31,14 @@ def read(points: list[tuple[str, dict, float]]) -> list[float]:
     stops = []
     for name, at, ratio in points:
         stops.append([name, {a: explorer.AXES[a].index(value) for a, value in at.items()}, ratio])
-    asked = f"{json.dumps(stops)}.map(([name, at, r]) => weightOf(data, name, at, r))"
+    expression = f"{json.dumps(stops)}.map(([name, at, r]) => weightOf(data, name, at, r))"
     program = f"{script('numbers')}\nconst data = {script('data')};\n"
-    program += f"console.log(JSON.stringify({asked}))"
+    program += f"console.log(JSON.stringify({expression}))"
     done = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def one(ratio: float) -> torch.Tensor:
+def single(ratio: float) -> torch.Tensor:
     return torch.tensor([ratio], dtype=torch.float64)
 
 
@@ -51,12 +51,12 @@ def test_the_page_has_the_weights_of_autograd():
     rng, points, expected = random.Random(5), [], []
     for name in json.loads(script("data"))["files"]:
         module = importlib.import_module(MODULES[name])
-        unit = explorer.weights(module, explorer.USUAL, one(1.0))
+        unit = explorer.weights(module, explorer.USUAL, single(1.0))
         for _ in range(10):
             at = {axis: rng.choice(stops) for axis, stops in explorer.AXES.items()}
             ratio = math.exp(rng.uniform(math.log(0.02), math.log(min(50, 1 / at["p"]))))
             points.append((name, at, ratio))
-            expected.append((explorer.weights(module, at, one(ratio)) / unit).item())
+            expected.append((explorer.weights(module, at, single(ratio)) / unit).item())
     assert read(points) == pytest.approx(expected, rel=4e-3, abs=4e-3)
     assert sum(weight != 0 for weight in expected) > len(expected) / 3
 

@@ -27,15 +27,15 @@ def test_the_built_page_has_the_files_of_today():
     data = json.loads(re.search(r'id="data">(.*?)</script>', PAGE.read_text("utf-8"), re.S)[1])
     assert data == json.loads(json.dumps(side.data())) | {"overview": "index.html"}
     for name, file in data["files"].items():
-        found = {}
+        lines = {}
         for part, indices in file["parts"].items():
             source = plain(file["taken"].get(part, name))
             for number, i in enumerate(indices, file["first"][part]):
                 if file["first"][part] and i >= 0:
                     assert data["lines"][i] == source[number]
-                    found[number] = i
+                    lines[number] = i
         if name in NINE:
-            assert list(found) == list(plain(name))
+            assert list(lines) == list(plain(name))
             assert list(file["parts"]) == list(data["names"])  # every part was found
 
 

@@ -97,14 +97,14 @@ def entry(name: str) -> str:
 
 def groups() -> dict[str, list[str]]:
     """Return the files that have a loss of their own, by what bounds a step."""
-    found = {group: [*names] for group, names in GROUPS.items()}
+    files = {group: [*names] for group, names in GROUPS.items()}
     for name in VARIANTS:
         source = PATHS[name].read_text(encoding="utf-8")
-        said = re.search(r"^What bounds a step: (.*)\.$", source, re.MULTILINE)
-        group = said[1][0].upper() + said[1][1:] if said else "Something else"
+        match = re.search(r"^What bounds a step: (.*)\.$", source, re.MULTILINE)
+        group = match[1][0].upper() + match[1][1:] if match else "Something else"
         if "\ndef policy_loss(" in source:
-            found[group].append(name)
-    return found
+            files[group].append(name)
+    return files
 
 
 def page() -> str:

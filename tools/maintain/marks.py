@@ -31,12 +31,12 @@ def code_lines(source: str) -> list[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             comments[token.start[0]] = token.start[1]
-    found = []
+    lines = []
     for number, line in enumerate(source.splitlines(), 1):
         code = line[: comments.get(number)].rstrip()
         if code and number not in texts:
-            found.append((number, code))
-    return found
+            lines.append((number, code))
+    return lines
 
 
 def marked_lines(source: str) -> set[int]:

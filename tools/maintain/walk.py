@@ -41,10 +41,10 @@ def watched() -> Iterator[tuple[list[str], dict[str, list[tuple]]]]:
     calls: dict[str, list[tuple]] = {name: [] for name in [*KEPT, "log"]}
 
     def keeping(name: str, real: object) -> object:
-        def call(*given: object, **named: object) -> object:
-            found = real(*given, **named)
-            calls[name].append((given, named, found))
-            return found
+        def call(*args: object, **named: object) -> object:
+            result = real(*args, **named)
+            calls[name].append((args, named, result))
+            return result
 
         return call
 
@@ -67,7 +67,7 @@ def table(head: str, rows: list[list[object]]) -> str:
     return "\n".join(lines)
 
 
-def said(number: float, digits: int = 2) -> str:
+def fixed(number: float, digits: int = 2) -> str:
     """Round a number, without a minus before 0."""
     text = f"{float(torch.as_tensor(number).detach()):.{digits}f}"
     return text.lstrip("-") if float(text) == 0 else text
@@ -126,19 +126,19 @@ def numbers_of(step: Step) -> dict[str, object]:
     numbers["padding"] = f"{100 - 100 * rollout.mask.mean():.0f}%"
     numbers["idle"] = int((step.advantages == 0).all(dim=1).sum())
     for name in ("reward", "entropy", "entropy_good", "entropy_bad", "zero_groups", "len_good"):
-        numbers[name] = said(metrics[name])
-    numbers |= {"distinct": said(metrics["distinct"], 1), "len_bad": said(metrics["len_bad"])}
-    numbers["loss"] = said(metrics["loss"], 4)
+        numbers[name] = fixed(metrics[name])
+    numbers |= {"distinct": fixed(metrics["distinct"], 1), "len_bad": fixed(metrics["len_bad"])}
+    numbers["loss"] = fixed(metrics["loss"], 4)
     numbers["lr"] = f"{metrics['lr']:.0e}".replace("e-0", "e-")
-    numbers["ref_kl"] = said(metrics["ref_kl"], 5)
+    numbers["ref_kl"] = fixed(metrics["ref_kl"], 5)
     numbers["gap"] = "below 1e-5" if metrics["sampler_gap"] < 1e-5 else "above 1e-5"
-    numbers["mean_norm"] = said(metrics["grad_norm"])
+    numbers["mean_norm"] = fixed(metrics["grad_norm"])
     first, last = (step.task.train(i) for i in SEEN)
     numbers["prompt"] = f"`{step.tokenizer.decode(first.prompt_ids)}`"
     numbers["answer"] = first.answer
     numbers["last prompt"] = f"`{step.tokenizer.decode(last.prompt_ids)}`"
-    numbers["mean 0"] = said(rewards[0].mean())
-    numbers["std 0"] = said(rewards[0].std(), 4)
+    numbers["mean 0"] = fixed(rewards[0].mean())
+    numbers["std 0"] = fixed(rewards[0].std(), 4)
     return numbers
 
 
@@ -146,7 +146,7 @@ def group_of(step: Step) -> dict[str, object]:
     """Return the table of the first problem's responses."""
     lines = []
     for r, a, words in zip(step.rewards[0].tolist(), step.advantages[0], step.words_of(SEEN[0])):
-        lines.append([r, said(a, 4), "".join(words)])
+        lines.append([r, fixed(a, 4), "".join(words)])
     return {"group": table("reward Â response", lines)}
 
 
@@ -161,7 +161,7 @@ def row_of(step: Step) -> dict[str, object]:
         own = 0 <= t < rollout.tokens.shape[1] and rollout.mask[row, t] > 0
         shown = step.tokenizer.decode(token) if t < size else "(padding)"
         columns = rollout.rollout_logp, step.parts[0].old_logp
-        logs = [said(x[row, t], 3) if own else "" for x in columns]
+        logs = [fixed(x[row, t], 3) if own else "" for x in columns]
         mask = f"{rollout.mask[row, t]:.0f}" if t >= 0 else ""
         lines.append([column, t if t >= 0 else "", token, mask, *logs, shown])
     return {"short row": row, "row": table("column t id mask log_μ log_π_old token", lines)}
@@ -172,13 +172,13 @@ def steps_of(step: Step) -> dict[str, object]:
     lines = []
     for k, micros in enumerate(step.updates):
         ratios = torch.cat([micro.ratio[micro.batch.mask > 0] for micro in micros])
-        sums = " + ".join(said(micro.loss, 3) for micro in micros).replace("+ -", "- ")
+        sums = " + ".join(fixed(micro.loss, 3) for micro in micros).replace("+ -", "- ")
         total = sum(micro.loss.item() for micro in micros)
         count = sum(int(micro.count) for micro in micros)
-        spread = [said(ratios.min(), 3), said(ratios.max(), 3)]
+        spread = [fixed(ratios.min(), 3), fixed(ratios.max(), 3)]
         rows = "+".join(str(len(micro.rows)) for micro in micros)
-        mean = said(total / count, 4)
-        lines.append([k + 1, rows, *spread, said(step.norms[k]), mean, f"({sums})/{count}"])
+        mean = fixed(total / count, 4)
+        lines.append([k + 1, rows, *spread, fixed(step.norms[k]), mean, f"({sums})/{count}"])
     return {"steps": table("step rows r_min r_max norm loss sums", lines)}
 
 
@@ -192,12 +192,12 @@ def ratios_of(step: Step) -> dict[str, object]:
     at = micro.rows.index(place)
     r, A = micro.ratio[at], micro.batch.advantages[at].item()
     columns = zip(micro.batch.old_logp[at], micro.logp[at], r, r * A, responses[index])
-    lines = [[*(said(number, 3) for number in numbers), word] for *numbers, word in columns]
+    lines = [[*(fixed(number, 3) for number in numbers), word] for *numbers, word in columns]
     ratios = table("log_π_old log_π_θ r r·Â token", lines)
-    return {"last row": index, "last Â": said(A, 4), "ratio": ratios}
+    return {"last row": index, "last Â": fixed(A, 4), "ratio": ratios}
 
 
-def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
+def facts(calls: dict[str, list[tuple]]) -> dict[str, str]:
     """Map each name on the page to its number or table."""
     step = Step(calls)
     values = numbers_of(step) | group_of(step) | row_of(step) | steps_of(step) | ratios_of(step)
@@ -232,7 +232,7 @@ def main() -> None:
     with watched() as (words, calls):
         sys.argv = ["grpo.py", *words]
         launch(grpo.main, grpo.Args)
-        page = filled(PAGE.read_text("utf-8"), Path(grpo.__file__).read_text("utf-8"), found(calls))
+        page = filled(PAGE.read_text("utf-8"), Path(grpo.__file__).read_text("utf-8"), facts(calls))
     write(PAGE, page)
     print(f"written: {PAGE}")
 
