@@ -240,8 +240,7 @@ class Curriculum:
                 self.optimizer.step()
             self.optimizer.zero_grad()
         best = torch.tensor([not choice.by_chance for choice in chosen])  # [B]
-        above = torch.tensor([choice.above for choice in chosen])  # [B]
-        idle = observed == 0  # [B]
+        above, idle = torch.tensor([choice.above for choice in chosen]), observed == 0  # [B], [B]
         return {
             "chosen_over_mean": ((above * best).sum(), best.sum()),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),

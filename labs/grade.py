@@ -12,17 +12,14 @@ The file runs in a process of its own with limits on time and memory. That prote
 accidents, but not against a file that is made to cheat or to do harm: read others' files first.
 """
 
-import ast
 import contextlib
 import gc
-import linecache
 import os
 import re
 import signal
 import sys
 import textwrap
 import tokenize
-import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
@@ -38,8 +35,9 @@ from common.cli import BadInput, in_one_line, say
 from common.tasks.reward import bound_memory
 from tools import arguments
 
-from labs import exercise_checks
+from labs import exercise_checks, judge
 from labs.blank import HEAD, REQUIRED, single
+from labs.handed_in import in_words, load
 
 CHECK_SECONDS = 30  # limit for one check; the slowest takes one second
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
@@ -98,31 +96,6 @@ def limit_this_process() -> None:
     bound_memory(MEMORY)
 
 
-def load(source: str, path: Path) -> ModuleType:
-    """Load the file as a module, without `main` and the imports that only `main` needs, because
-    loading all of transformers would take longer than grading."""
-    tree = ast.parse(source, str(path))
-    tests = [node for node in tree.body if isinstance(node, ast.If)]
-    of_a_run = [node for node in tests if "__name__" in ast.unparse(node.test)]
-    of_a_run += [node for node in tree.body if getattr(node, "name", "") == "main"]
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    of_a_run += [node for node in assigned if ast.unparse(node).startswith("main = ")]  # a variant
-    tree.body = [node for node in tree.body if node not in of_a_run]
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {"*", "annotations", *REQUIRED}  # `annotations` comes from __future__
-    for node in [*tree.body]:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-            if used.isdisjoint(names):
-                tree.body.remove(node)
-    module = ModuleType("handed_in")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look for their module there
-    linecache.cache[str(path)] = (len(source), None, source.splitlines(True), str(path))
-    exec(compile(tree, str(path), "exec"), vars(module))
-    return module
-
-
 def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     """Run in the student's process: load the file and run its checks; send each one's result."""
     # A fork has no threads of the libraries, so never collect objects that they own.
@@ -162,24 +135,6 @@ def outcome(module: ModuleType, check: Check, path: Path) -> str:
     finally:
         harness.ROUNDING = 0.0
     return ""
-
-
-def in_words(error: BaseException, path: Path) -> str:
-    """Describe an exception, with the line of the student's file that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame for frame in frames if frame.filename == str(path)]
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno} is not Python: {error.msg}"
-    if isinstance(error, NotImplementedError):
-        return in_one_line(error)
-    if isinstance(error, KeyError) and not lines:
-        return f"{error} is missing from what measures returns"
-    if isinstance(error, AssertionError) and frames[-1] not in lines:  # raised by the check itself
-        rule = frames[-1].line.removeprefix("assert ")
-        return " ".join(str(error).split()) or f"`{rule}` does not hold"
-    place = f" at line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
-    message = textwrap.shorten(str(error), 200, placeholder=" ...")
-    return f"{type(error).__name__}{place}" + (f" ({message})" if message else "")
 
 
 def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
@@ -274,8 +229,6 @@ def main() -> int:
     try:
         source = read(path)
         if function:
-            from labs import judge  # which imports this file
-
             return judge.judge(path, source, function)
         name = exercise_of(path, source, words.exercise)
     except (BadInput, OSError) as error:

@@ -26,7 +26,7 @@ from checks.harness import busy_batch, loss_of, terms
 from common.cli import BadInput, say
 from torch import Tensor
 
-from labs.grade import in_words, load
+from labs.handed_in import in_words, load
 
 LOGP = r"(?=.*(log_?p|log_?lik|(^|_)lps?(_|$)))"  # somewhere in the name
 # What an argument is: the first whose pattern is found in its name, in lower case
