@@ -91,7 +91,7 @@ for name in METHODS:
     for heat, rate in (VCPO if name == "vcpo" else RATES).items():
         ARMS[f"{name}, {heat}"] = f"{file} {steps} --lr {rate} --eval_samples 1"
 COLUMNS = ("greedy",)
-SEEDS = 3
+SEEDS = 5
 SHORT = "--steps 4 --eval_every 2 --eval_problems 64 --warmup 1"  # of a quick run
 QUICK = ["4 of 4, 3.6e-4", "4 of 4, 1.5e-3"]
 HALF = (0.34 + 0.95) / 2  # between the included model and a cool run: half of the gain
