@@ -152,8 +152,8 @@ def resolve_auto(args: Flags, world: World, model: str) -> None:
     """Replace each `auto` for this model and machine; check that ranks divide into groups."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, too long for an embedded model
-        spec = importlib.util.find_spec("vllm") if gpu and model not in EMBEDDED else None
-        args.rollout = "vllm" if spec and spec.origin else "hf"  # a mere folder has no origin
+        useful = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
+        args.rollout = "vllm" if useful else "hf"
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import grpo
 import pytest
-import torch
 from checks import run_of
 from checks.files import ALGORITHMS
-from common.distributed import World
-from common.launch import parse, resolve_auto
+from common.launch import parse
 from transformers import Qwen3Config
 
 from tests.helpers import SMALL, metrics, module_of, run_here, small
@@ -24,6 +22,7 @@ BAD_INPUT = [
     ("grpo", "--model=~/nowhere", f"--model '{Path.home()}/nowhere': no such folder"),
     ("grpo", "--model empty", "--model empty: cannot be loaded (Unrecognized model in empty"),
     ("grpo", "--model twice", "twice: holds model.safetensors and model.safetensors.index.json"),
+    ("grpo", "--rollout vllm", "--rollout vllm: pip install"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),
     ("grpo", "--group_size 1", "--group_size 1"),
@@ -124,15 +123,3 @@ def test_resume_without_a_word_means_yes(value, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", *value.split(), "--steps", "4"])
     args = parse(grpo.Args)
     assert args.resume == RESUMES[value] and args.steps == 4
-
-
-def test_a_folder_named_vllm_is_not_vllm(tmp_path, monkeypatch, capsys):
-    """Python imports any folder as a package without content."""
-    (tmp_path / "vllm").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    args = grpo.Args(model="some/model")
-    resolve_auto(args, World(0, 1, torch.device("cuda")), args.model)
-    assert args.rollout == "hf"
-    assert run_here(grpo.main, *SMALL, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
-    assert "--rollout vllm: pip install" in capsys.readouterr().err
