@@ -151,7 +151,7 @@ LOOP = """
          problems = [task.train(cursor + i) for i in range(P)]
 +        if curriculum:
 +            chosen = curriculum.choose(step)
-+            problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
++            problems = [pick.problem for pick in chosen[world.rank * P : (world.rank + 1) * P]]
 
          rollout.advantages = advantages(rewards).flatten()  # [N]
 +        if curriculum:
