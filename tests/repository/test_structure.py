@@ -3,6 +3,7 @@ that every number among the flags has a rule."""
 
 import ast
 import re
+from dataclasses import fields
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_type_hints
@@ -11,6 +12,9 @@ import pytest
 from checks import module_from
 from checks.files import ALGORITHMS, NINE, PATHS, base_of
 from common.cli import Rule
+from common.records.resume import FREE_ON_RESUME
+from grpo import Args
+from tools.compare import FREE
 from tools.maintain.marks import changes, code_lines
 
 from tests.helpers import ROOT, module_of
@@ -131,6 +135,12 @@ def test_differences_lie_inside_the_marks(algorithm):
     loose, changed = changes(path, base_of(path) or path)
     assert not loose, "\n".join(loose)
     assert len(code_lines(path.read_text())) <= most and changed <= most_changed
+
+
+def test_lists_of_flags_name_flags():
+    """A dead name would silently allow, or compare, what it no longer means."""
+    known = {field.name for field in fields(Args)} | {"id", "history", "acted", "ranks"}
+    assert FREE <= known and FREE_ON_RESUME <= known
 
 
 def test_variants_have_the_flags_of_the_loop():
