@@ -160,7 +160,7 @@ def draw(results: dict) -> object:
     names = dict(zip(models, (lab.ORANGE, lab.BLUE, lab.PINK, lab.GREEN, lab.BLACK)))
     for model, points in models.items():
         axes[1].scatter(*zip(*points), s=22, color=names[model], alpha=0.7)
-    lab.legend(axes[1], names, y=0.3)
+    lab.legend(axes[1], names, y=0.25)
 
     public = json.loads((FOLDER / "public.json").read_text("utf-8"))
     public = [run for run in public if not run["other_cause"]]
