@@ -157,10 +157,10 @@ def draw(results: dict) -> object:
     lab.legend(axes[0], {f"P = {prompts}": colour for prompts, colour in colours.items()})
 
     models = json.loads((FOLDER / "table.json").read_text("utf-8"))["beside"]["models"]
-    names = dict(zip(models, (lab.ORANGE, lab.BLUE, lab.PINK, lab.GREEN, lab.BLACK)))
+    names = dict(zip(models, (lab.ORANGE, lab.BLUE, lab.PINK)))
     for model, points in models.items():
         axes[1].scatter(*zip(*points), s=22, color=names[model], alpha=0.7)
-    lab.legend(axes[1], names, y=0.25)
+    lab.legend(axes[1], names, y=0.2)
 
     public = json.loads((FOLDER / "public.json").read_text("utf-8"))
     public = [run for run in public if not run["other_cause"]]
