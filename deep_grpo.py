@@ -58,8 +58,8 @@ from pathlib import Path
 from random import Random  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
-from common.cli import BadInput, Exponent, AtLeastTwo  # <own>
+from common.cli import Betas, Count, CountOrZero, Flags, NonNegative, Positive, Temperature
+from common.cli import AtLeastTwo, BadInput, Exponent  # <own>
 from common.clock import timed  # <own>
 from common.data import Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count

@@ -61,7 +61,7 @@ from random import Random  # <own>
 from typing import NamedTuple  # <own>
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import Betas, Count, CountOrZero, Flags, NonNegative, Positive, Temperature
 from common.cli import BadInput, Fraction  # <own>
 from common.clock import timed  # <own>
 from common.data import Problem, Task, load_task  # <own>

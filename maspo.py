@@ -49,7 +49,7 @@ import math
 from pathlib import Path
 
 from common.batch import Rollout, balance_tokens
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import Betas, Count, CountOrZero, Flags, NonNegative, Positive, Temperature
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard, total_count
 from common.launch import launch

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common import cli
-from common.cli import BadInput, Count, Flags, CountOrZero, blame, broken_rule
+from common.cli import BadInput, Count, CountOrZero, Flags, blame, broken_rule
 from common.data import Problem, Task, as_problem, load_task, texts_of
 from common.distributed import World, from_all, shard
 from common.launch import launch, resolve_auto

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, CountOrZero
+from common.cli import Betas, Count, CountOrZero, Flags, NonNegative, Positive, Temperature
 
 MARKS = r"(?m)^\s*# </?own>\n|  # </?own>$"
 

@@ -53,7 +53,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, NonNegative, CountOrZero
+from common.cli import BadInput, Count, CountOrZero, NonNegative
 from common.clock import timed
 from common.data import Problem, Task
 from common.distributed import gather, global_sum, World

@@ -55,7 +55,7 @@ import math
 from typing import Literal
 
 from common.batch import Rollout
-from common.cli import NonNegative, Fraction
+from common.cli import Fraction, NonNegative
 from common.distributed import gather, World
 from common.launch import launch
 from common.metrics import clip_shares

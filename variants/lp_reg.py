@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from functools import partial  # noqa: F401  (for LOOP)
 
 from common.batch import Rollout
-from common.cli import NonNegative, PositiveFraction, Fraction
+from common.cli import Fraction, NonNegative, PositiveFraction
 from common.distributed import gather, World
 from common.launch import launch
 import torch

@@ -51,7 +51,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import Count, Positive, Fraction, CountOrZero
+from common.cli import Count, CountOrZero, Fraction, Positive
 from common.launch import launch
 from torch import Tensor
 

@@ -63,7 +63,7 @@ from dataclasses import dataclass
 import math
 
 from common.batch import Rollout
-from common.cli import NonNegative, Positive, PositiveFraction, Fraction, CountOrZero
+from common.cli import CountOrZero, Fraction, NonNegative, Positive, PositiveFraction
 from common.clock import timed
 from common.distributed import clip_gradients, divide_gradients, global_sum, shard
 from common.distributed import total_count, World

@@ -46,7 +46,7 @@ Run it:
 from dataclasses import dataclass
 
 from common.batch import Rollout
-from common.cli import BadInput, Count, Positive, Fraction, CountOrZero  # noqa: F401  (for LOOP)
+from common.cli import BadInput, Count, CountOrZero, Fraction, Positive  # noqa: F401  (for LOOP)
 from common.distributed import World
 from common.launch import launch
 import torch
