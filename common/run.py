@@ -275,18 +275,18 @@ class Run:
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
         self.say(f"greedy   {ending_of(summary)}", f"seconds  {summary['seconds']:.0f}")
-        step = summary["best_step"]
+        step, folder = summary["best_step"], shlex.quote(str(self.folder))
         if summary["fell"] and step in map(step_of, checkpoints(self.folder)):
-            self.say(f"measure the best: python -m tools.evaluate {self.folder} --step {step}")
+            self.say(f"measure the best: python -m tools.evaluate {folder} --step {step}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if not acted:
             idle = f"{self.acted} has no value at any step: too few steps, or a flag turned it off"
         elif self.args.minibatches == 1:
-            why = "with --minibatches 1 no ratio leaves 1, so no clip or gate of it can act"
-            idle = f"{self.acted} was 0 at every step: {why}"
+            why = "with --minibatches 1 no clip or gate of r = π_θ/π_old can act, because r stays 1"
+            idle = f"{self.acted} was 0 at every step: {why}; anything else never acted"
         else:
             idle = f"WARNING: {self.acted} was 0 at every step: it never acted (too few steps?)"
         if not equal and not any(acted):  # a null, which stands for NaN, does not count as acting
             self.say("", idle)
         if samples.is_file():
-            self.say(f"\nlook at it: python -m tools.page {shlex.quote(str(self.folder))}")
+            self.say(f"\nlook at it: python -m tools.page {folder}")

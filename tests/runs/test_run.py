@@ -64,7 +64,7 @@ def test_a_mechanism_that_never_acts_is_a_warning_where_it_could(
     lines = capsys.readouterr().out.splitlines()
     (message,) = [line for line in lines if "every step" in line or "any step" in line]
     assert next(iter(module.ACTED)) in message and message.startswith("WARNING") == warned
-    assert ("ratio" in message) == (algorithm == "grpo" and not warned)
+    assert ("r stays 1" in message) == (algorithm == "grpo" and not warned)
 
 
 HINTS = [(0, 64, "is an answer found"), (0, 1, "cut at --max_new"), (1, 64, "easy"), (0.3, 64, "")]
